@@ -1,0 +1,1 @@
+"""One file per format: its declared parameters and its rules."""

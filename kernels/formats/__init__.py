@@ -1,0 +1,1 @@
+"""One file per format: its reference maths and what can run it."""

@@ -1,0 +1,1 @@
+"""One file per Triton kernel: kernel, host function, formula."""

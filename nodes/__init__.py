@@ -1,0 +1,1 @@
+"""V3 nodes: read inputs, call the rooms, show the result."""

@@ -1,0 +1,1 @@
+"""Report + state dict -> a ComfyUI model whose linears run our kernels. The only room that knows ComfyUI internals."""
