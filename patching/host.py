@@ -1,0 +1,66 @@
+"""Which private parts of ComfyUI this pack uses, and whether this ComfyUI has them.
+
+Every other module of this room takes ComfyUI's names from here or imports them after :func:`require`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from .errors import HostError
+
+# module -> names used from it. A name that is missing is reported with its module, not as an AttributeError in a run.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "comfy.ops": ("manual_cast", "cast_bias_weight", "uncast_bias_weight", "run_every_op"),
+    "comfy.quant_ops": ("QuantizedTensor", "QuantizedLayout", "register_layout_class"),
+    "comfy.model_patcher": ("ModelPatcher", "CoreModelPatcher"),
+    "comfy.patcher_extension": ("PatcherInjection",),
+    "comfy.sd": ("load_diffusion_model_state_dict",),
+    "comfy.utils": ("load_torch_file", "ProgressBar"),
+    "comfy.lora": ("calculate_weight",),
+    "comfy.weight_adapter": ("LoRAAdapter",),
+    "comfy.model_management": ("get_torch_device", "module_size", "cast_to_device"),
+}
+
+
+@functools.cache
+def missing() -> tuple[str, ...]:
+    """The needed names this host lacks, as ``module.name``."""
+    out: list[str] = []
+    for module, names in NEEDED.items():
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError as error:
+            out.append(f"{module} ({error})")
+            continue
+        out += [f"{module}.{name}" for name in names if not hasattr(loaded, name)]
+    return tuple(out)
+
+
+def require() -> None:
+    """Raise :class:`HostError` with one sentence when this ComfyUI cannot carry the pack."""
+    gone = missing()
+    if gone:
+        raise HostError(
+            f"This ComfyUI ({version()}) lacks {', '.join(gone)}, which Quant Loader builds on; "
+            "it needs ComfyUI 0.30 or later with the comfy-kitchen that ComfyUI asks for. "
+            "Update ComfyUI, or load the model with ComfyUI's own loader."
+        )
+
+
+def version() -> str:
+    """ComfyUI's version, or ``unknown``."""
+    try:
+        return str(importlib.import_module("comfyui_version").__version__)
+    except (ImportError, AttributeError):
+        return "unknown"
+
+
+def optional(module: str, name: str) -> Any | None:
+    """``module.name`` when this host has it."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None

@@ -1,0 +1,180 @@
+"""A packed weight as ComfyUI carries it: comfy-kitchen's ``QuantizedTensor`` with a layout of our own.
+
+One layout serves every format, because all of them are "codes plus a few scale tensors plus a :class:`LayerSpec`".
+The layout has its own name: ComfyUI's fused helpers look for theirs and would run past our forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+
+from .. import kernels
+from ..checkpoint import LayerSpec
+
+LAYOUT = "QuantLoaderPackedLayout"
+
+# Suffix in the file -> field of PackedParams. "weight" itself is the tensor's qdata.
+COMPANIONS = (
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "pre_quant_scale",
+    "weight_s_rel",
+    "weight_s_channel",
+    "weight_codebook",
+    "weight_correction",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """The part of a layer that is no tensor: hashable, so that ``torch.compile`` can guard on it.
+
+    ``marker`` is the layer's ``comfy_quant`` JSON exactly as the file had it, or one written for a layer that was
+    declared elsewhere (file metadata, Quanto's map).
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    annotations: tuple[tuple[str, Any], ...]
+    declared_by: str
+    marker: bytes
+
+    @classmethod
+    def of(cls, spec: LayerSpec, marker: bytes | None) -> Declaration:
+        items = tuple(sorted((k, v) for k, v in spec.annotations.items() if isinstance(v, (bool, int, float, str))))
+        return cls(spec.name, spec.format, spec.shape, items, spec.declared_by, marker or marker_bytes(spec))
+
+    def spec(self) -> LayerSpec:
+        """The layer as the kernels want it."""
+        return LayerSpec(
+            name=self.name,
+            format=self.format,
+            shape=self.shape,
+            declared_by=self.declared_by,  # type: ignore[arg-type]
+            annotations=dict(self.annotations),
+        )
+
+
+def marker_bytes(spec: LayerSpec) -> bytes:
+    """A ``comfy_quant`` marker for a layer that has none in the file; Quanto is INT8 with row scales by value."""
+    marker: dict[str, Any] = {"format": "int8_tensorwise" if spec.format == "quanto_int8" else spec.format}
+    for key in ("convrot", "convrot_groupsize", "group_size", "linear_dtype", "full_precision_matrix_mult"):
+        value = spec.get(key)
+        if value not in (None, False):
+            marker[key] = value
+    return json.dumps(marker).encode("utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedParams:
+    """What travels with the codes: the companion tensors (or None), the logical shape, the nominal dtype."""
+
+    declaration: Declaration
+    orig_dtype: torch.dtype
+    orig_shape: tuple[int, ...]
+    weight_scale: torch.Tensor | None = None
+    weight_scale_2: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    pre_quant_scale: torch.Tensor | None = None
+    weight_s_rel: torch.Tensor | None = None
+    weight_s_channel: torch.Tensor | None = None
+    weight_codebook: torch.Tensor | None = None
+    weight_correction: torch.Tensor | None = None
+
+    def _tensor_fields(self) -> list[str]:
+        return [name for name in COMPANIONS if getattr(self, name) is not None]
+
+    def companions(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, only those the layer has."""
+        return {name: getattr(self, name) for name in self._tensor_fields()}
+
+    def to_device(self, device: torch.device) -> PackedParams:
+        return dataclasses.replace(self, **{k: v.to(device=device) for k, v in self.companions().items()})
+
+    def clone(self) -> PackedParams:
+        return dataclasses.replace(self, **{k: v.clone() for k, v in self.companions().items()})
+
+    def copy_from(self, src: PackedParams, non_blocking: bool = False) -> None:
+        """Copy ``src``'s tensors into this object's memory (ComfyUI's offload buffers rely on it)."""
+        for name, tensor in src.companions().items():
+            getattr(self, name).copy_(tensor, non_blocking=non_blocking)
+        for name in ("declaration", "orig_dtype", "orig_shape"):
+            object.__setattr__(self, name, getattr(src, name))
+
+
+class PackedLayout(QuantizedLayout):  # type: ignore[misc]
+    """The layout ComfyUI and comfy-kitchen see; the maths is in ``kernels``."""
+
+    Params = PackedParams
+
+    @classmethod
+    def quantize(cls, tensor: torch.Tensor, **_: Any) -> tuple[torch.Tensor, PackedParams]:
+        raise TypeError(
+            "Quant Loader never re-quantises a weight: patches are applied beside it, see the LoRA section of the docs."
+        )
+
+    @classmethod
+    def dequantize(cls, qdata: torch.Tensor, params: PackedParams) -> torch.Tensor:
+        """The dense weight in ``params.orig_dtype``, shape ``params.orig_shape``."""
+        dense = kernels.dequantize(params.declaration.spec(), {"weight": qdata, **params.companions()})
+        rows, *rest = params.orig_shape
+        dense = dense[:rows].reshape(rows, -1)
+        width = 1
+        for size in rest:
+            width *= size
+        return dense[:, :width].reshape(params.orig_shape).to(params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor: Any) -> tuple[torch.Tensor, ...]:
+        return (qtensor._qdata, *qtensor._params.companions().values())
+
+    @classmethod
+    def state_dict_tensors(cls, qdata: torch.Tensor, params: PackedParams) -> dict[str, torch.Tensor]:
+        """Suffixes after ``<layer>.weight``; the ones that are not ``weight*`` are written by the module."""
+        out = {"": qdata}
+        out.update({k[len("weight") :]: v for k, v in params.companions().items() if k.startswith("weight")})
+        return out
+
+
+register_layout_class(LAYOUT, PackedLayout)
+
+
+def pack(
+    spec: LayerSpec,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    marker: bytes | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Any:
+    """One ``QuantizedTensor`` of logical ``shape`` (default ``spec.shape``) from a layer's tensors by suffix.
+
+    No byte is copied: the codes stay the memory-mapped tensor that the file reader gave.
+    """
+    companions = {k: as_stored(v) for k, v in tensors.items() if k in COMPANIONS}
+    params = PackedParams(Declaration.of(spec, marker), dtype, shape or spec.shape, **companions)
+    return QuantizedTensor(as_stored(tensors["weight"]), LAYOUT, params)
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """E8M0 as its bytes: the dtype is unknown to parts of ComfyUI and has no arithmetic anyway."""
+    if tensor.dtype == getattr(torch, "float8_e8m0fnu", None):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def is_packed(tensor: Any) -> bool:
+    """Whether a weight is one of ours."""
+    return isinstance(tensor, QuantizedTensor) and tensor._layout_cls == LAYOUT
+
+
+def plain_tensors(weight: Any) -> dict[str, torch.Tensor]:
+    """Suffix -> tensor of a packed weight, on the device where it is."""
+    return {"weight": weight._qdata, **weight._params.companions()}
