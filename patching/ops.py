@@ -1,0 +1,297 @@
+"""The operations class a model is built with: ComfyUI's ``manual_cast``, whose linears and embeddings may be packed.
+
+A layer that the file does not quantise behaves as ComfyUI's own. A packed weight on a module that has no kernel (a
+convolution, a norm) is dequantised while loading, never value-cast, and listed in the context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+
+from .. import kernels
+from ..checkpoint import LayerSpec
+from .packed import LAYOUT, as_stored, is_packed, plain_tensors
+from .sidepath import SidePath
+
+_manual_cast: Any = comfy.ops.manual_cast
+
+
+@dataclass
+class LoadContext:
+    """What one load learns; shared by all modules of the model that is being built.
+
+    ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
+    ``mismatches``: sentences about layers whose shape the model disagrees with.
+    """
+
+    execution: str = "auto"
+    consumed: set[str] = field(default_factory=set)
+    dequantised: dict[str, str] = field(default_factory=dict)
+    mismatches: list[str] = field(default_factory=list)
+
+
+class _Packable:
+    """What packed linears and embeddings share: loading, saving, moving, the prepared kernel."""
+
+    context: LoadContext
+    weight: Any
+    bias: Any
+
+    def _init_packable(self, context: LoadContext, dtype: torch.dtype | None) -> None:
+        self.context = context
+        self.module_dtype = dtype if dtype is not None else torch.get_default_dtype()
+        self.weight_comfy_model_dtype = dtype
+        self.bias_comfy_model_dtype = dtype
+        self.spec: LayerSpec | None = None
+        self.side_path: SidePath | None = None
+        self._operators: dict[tuple[str, int | None], Any] = {}
+
+    def _take(self, weight: Any, module_shape: tuple[int, ...]) -> None:
+        """Adopt a packed weight, or note that it does not fit ``module_shape``."""
+        declaration = weight._params.declaration
+        if not _fits(declaration.shape, module_shape, declaration.format):
+            self.context.mismatches.append(
+                f"{declaration.name}: the file holds {_dims(declaration.shape)} ({declaration.format}), "
+                f"the model's layer is {_dims(module_shape)}"
+            )
+            return
+        params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=self.module_dtype)
+        self.weight = torch.nn.Parameter(type(weight)(weight._qdata, LAYOUT, params), requires_grad=False)
+        # The kernels give the rows the model has (a file may hold padded ones) and take the columns the file has.
+        spec = declaration.spec()
+        self.spec = LayerSpec(
+            name=spec.name,
+            format=spec.format,
+            shape=(module_shape[0], declaration.shape[1]),
+            declared_by=spec.declared_by,
+            annotations=spec.annotations,
+        )
+        self.context.consumed.add(declaration.name)
+
+    def operator(self, device: torch.device) -> Any:
+        """The kernel of this layer on ``device``, chosen once."""
+        key = (device.type, device.index)
+        found = self._operators.get(key)
+        if found is None:
+            assert self.spec is not None
+            facts = kernels.device_facts(device)
+            found = kernels.prepare(self.spec, facts, self.context.execution)
+            self._operators[key] = found
+        return found
+
+    def operators(self) -> tuple[Any, ...]:
+        """Every kernel this layer was prepared for, for the report."""
+        return tuple(self._operators.values())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``Module._apply`` that rebuilds parameters, because a wrapper tensor has no ``.data`` to swap."""
+        for key, param in self._parameters.items():  # type: ignore[attr-defined]
+            if param is None:
+                continue
+            moved = fn(param)
+            if not torch.is_inference_mode_enabled() and moved.is_inference():
+                moved = moved.clone()
+            self.register_parameter(key, torch.nn.Parameter(moved, requires_grad=False))  # type: ignore[attr-defined]
+        return self
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """Codes, scales and marker as in the file; a plain layer as torch writes it."""
+        if not is_packed(self.weight):
+            return super().state_dict(*args, destination=destination, prefix=prefix, **kwargs)  # type: ignore[misc]
+        out = destination if destination is not None else {}
+        if self.bias is not None:
+            out[f"{prefix}bias"] = self.bias
+        params = self.weight._params
+        out[f"{prefix}weight"] = self.weight._qdata
+        for suffix, tensor in params.companions().items():
+            out[f"{prefix}{suffix}"] = tensor
+        out[f"{prefix}comfy_quant"] = torch.frombuffer(bytearray(params.declaration.marker), dtype=torch.uint8)
+        return out
+
+    def convert_weight(self, weight: Any, inplace: bool = False, **_: Any) -> Any:
+        """Dense values of a weight, for ComfyUI's merging and for extensions that ask."""
+        return weight.dequantize() if is_packed(weight) else weight
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(s) for s in shape)
+
+
+def _fits(stored: tuple[int, int], wanted: tuple[int, ...], fmt: str) -> bool:
+    """Equal shapes, or the padding that the block formats are written with (rows to 16 / 32, columns to a block)."""
+    if len(wanted) != 2:
+        return False
+    if stored == tuple(wanted):
+        return True
+    multiple = {"nvfp4": 16, "mxfp8": 32}.get(fmt)
+    if multiple is None:
+        return False
+    return all(-(-size // multiple) * multiple == have for have, size in zip(stored, wanted, strict=True))
+
+
+def operations(context: LoadContext) -> Any:
+    """An operations class for one model; ``context`` collects what loading finds."""
+
+    class QuantLoaderOps(_manual_cast):  # type: ignore[misc]
+        class Linear(_Packable, _manual_cast.Linear):  # type: ignore[misc]
+            """``y = x W^T + b`` on packed or plain weights."""
+
+            def __init__(
+                self,
+                in_features: int,
+                out_features: int,
+                bias: bool = True,
+                device: Any = None,
+                dtype: torch.dtype | None = None,
+            ) -> None:
+                # No memory for a weight that the file brings: a 20 GB model would otherwise be reserved twice.
+                torch.nn.Module.__init__(self)
+                self.in_features = in_features
+                self.out_features = out_features
+                self.weight = None
+                self.bias = None
+                self.has_bias = bias
+                self.weight_function = []
+                self.bias_function = []
+                self._init_packable(context, dtype)
+
+            def _load_from_state_dict(
+                self,
+                state_dict: dict[str, Any],
+                prefix: str,
+                local_metadata: Any,
+                strict: bool,
+                missing_keys: list[str],
+                unexpected_keys: list[str],
+                error_msgs: list[str],
+            ) -> None:
+                shape = (self.out_features, self.in_features)
+                weight = state_dict.get(f"{prefix}weight")
+                if weight is None:
+                    missing_keys.append(f"{prefix}weight")
+                elif is_packed(weight):
+                    self._take(weight, shape)
+                elif tuple(weight.shape) != shape:
+                    error_msgs.append(f"{prefix}weight is {tuple(weight.shape)} in the file, {shape} in the model")
+                else:
+                    self.weight = torch.nn.Parameter(_plain(weight, self.module_dtype), requires_grad=False)
+                bias = state_dict.get(f"{prefix}bias")
+                if bias is not None and self.has_bias:
+                    if tuple(bias.shape) == (self.out_features,):
+                        self.bias = torch.nn.Parameter(_plain(bias, self.module_dtype), requires_grad=False)
+                    else:
+                        error_msgs.append(f"{prefix}bias is {tuple(bias.shape)} in the file, ({self.out_features},) in the model")
+                elif bias is not None:
+                    unexpected_keys.append(f"{prefix}bias")
+                elif self.has_bias:
+                    missing_keys.append(f"{prefix}bias")
+
+            def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                if not is_packed(self.weight):
+                    return super().forward(input, *args, **kwargs)
+                comfy.ops.run_every_op()
+                weight, bias, stream = comfy.ops.cast_bias_weight(
+                    self,
+                    dtype=self.weight.dtype,
+                    device=input.device,
+                    bias_dtype=input.dtype,
+                    offloadable=True,
+                    compute_dtype=input.dtype,
+                )
+                output = self._linear(input, weight, bias)
+                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+                return output
+
+            def _linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+                side = self.side_path
+                if not is_packed(weight):
+                    # ComfyUI handed a dense copy (a weight wrapper, or a layer forced to the CPU).
+                    if side is not None and side.exact:
+                        weight = side.patch(weight.to(torch.float32))
+                    y = torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+                    return y if side is None else side.add(x, y)
+                tensors = plain_tensors(weight)
+                if side is not None and side.exact:
+                    dense = side.patch(dense_weight(self.spec, tensors)[:, : self.in_features]).to(x.dtype)
+                    return torch.nn.functional.linear(x, dense, bias)
+                padding = self.spec.K - self.in_features
+                padded = torch.nn.functional.pad(x, (0, padding)) if padding else x
+                y = self.operator(x.device)(padded, tensors, bias)
+                return y if side is None else side.add(x, y)
+
+        class Embedding(_Packable, _manual_cast.Embedding):  # type: ignore[misc]
+            """Row lookup in a packed or plain table."""
+
+            def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
+                super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
+                self._init_packable(context, kwargs.get("dtype"))
+
+            def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+                weight = state_dict.get(f"{prefix}weight")
+                if not is_packed(weight):
+                    super()._load_from_state_dict(state_dict, prefix, *rest)
+                    return
+                self._take(weight, (self.num_embeddings, self.embedding_dim))
+                self.bias = None
+
+            def forward(self, input: torch.Tensor, *args: Any, out_dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+                if not is_packed(self.weight):
+                    return super().forward(input, *args, out_dtype=out_dtype, **kwargs)
+                comfy.ops.run_every_op()
+                weight, bias, stream = comfy.ops.cast_bias_weight(
+                    self, dtype=self.weight.dtype, device=input.device, bias_dtype=self.weight.dtype, offloadable=True
+                )
+                rows = kernels.embedding(input, self.spec, plain_tensors(weight))
+                comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+                return rows.to(out_dtype if out_dtype is not None else self.weight.dtype)
+
+    for name in dir(_manual_cast):
+        base = getattr(_manual_cast, name)
+        if isinstance(base, type) and issubclass(base, torch.nn.Module) and name not in ("Linear", "Embedding"):
+            setattr(QuantLoaderOps, name, _dequantising(base, context))
+    return QuantLoaderOps
+
+
+def _dequantising(base: type, context: LoadContext) -> type:
+    """``base`` that turns a packed weight into a dense one while loading."""
+
+    class Dequantising(base):  # type: ignore[misc,valid-type]
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+            key = f"{prefix}weight"
+            weight = state_dict.get(key)
+            if is_packed(weight):
+                name = weight._params.declaration.name
+                wanted = tuple(self.weight.shape)
+                dense = weight.dequantize()
+                if dense.numel() == self.weight.numel():
+                    state_dict = {**state_dict, key: dense.reshape(wanted).to(self.weight.dtype)}
+                    context.dequantised[name] = f"{base.__name__} has no quantised kernel; dequantised while loading"
+                    context.consumed.add(name)
+                else:
+                    context.mismatches.append(
+                        f"{name}: the file holds {_dims(tuple(dense.shape))}, the model's {base.__name__} is {_dims(wanted)}"
+                    )
+                    return
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    Dequantising.__name__ = Dequantising.__qualname__ = base.__name__
+    return Dequantising
+
+
+def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A plain tensor in the module's dtype; the memory-mapped one itself when it has it already."""
+    return as_stored(tensor).to(dtype=dtype)
+
+
+def dense_weight(spec: LayerSpec | None, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The float32 weight that acts on the layer's own input: smoothing (``pre_quant_scale``) folded in."""
+    assert spec is not None
+    dense = kernels.dequantize(spec, tensors)[: spec.N, : spec.K]
+    smooth = tensors.get("pre_quant_scale")
+    return dense if smooth is None else dense * smooth.to(torch.float32)[: spec.K]
