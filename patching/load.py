@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoint import LayerSpec, Report, check, verdict_text
+from ..checkpoint import Report, check, verdict_text
 from . import host
-from .errors import CheckpointRefused, ModelMismatch, QuantLoaderError
-
-log = logging.getLogger("quant_loader")
+from .errors import CheckpointRefused, QuantLoaderError
 
 EXECUTIONS = ("auto", "native", "int8", "exact")
 
@@ -41,15 +36,16 @@ def load_diffusion_model(
 
     from .ops import LoadContext, operations
     from .patcher import adopt
+    from .state_dict import fold, read, verify, without_quantisation
 
-    paths = [str(p) for p in paths]
+    paths = list(report.files)
     sd, metadata = read(paths)
     options: dict[str, Any] = {}
     context = LoadContext(execution)
     if report.verdict != "unquantized":
         sd = fold(sd, report.layers)
         options["custom_operations"] = operations(context)
-        metadata = {k: v for k, v in metadata.items() if k not in QUANTISATION_KEYS}
+        metadata = without_quantisation(metadata)
     patcher = comfy.sd.load_diffusion_model_state_dict(
         sd, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
     )
@@ -65,102 +61,9 @@ def load_diffusion_model(
     return patcher, report
 
 
-def reload_diffusion_model(
-    paths: Sequence[str], rules: str, execution: str, disable_dynamic: bool = False
-) -> Any:
+def reload_diffusion_model(paths: Sequence[str], rules: str, execution: str, disable_dynamic: bool = False) -> Any:
     """What ComfyUI calls to build a dropped model again; the file is checked again, since it may have changed."""
     return load_diffusion_model(paths, rules, execution, disable_dynamic)[0]
-
-
-# File metadata that speaks of the quantisation; the model's own detection must not act on it a second time.
-QUANTISATION_KEYS = frozenset(
-    {"_quantization_metadata", "quant_format", "quantization_format", "quantization_map_base64"}
-)
-
-
-def read(paths: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors of all files, memory-mapped by ComfyUI's own reader, and the metadata."""
-    import comfy.utils
-
-    sd: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for path in paths:
-        try:
-            tensors, meta = comfy.utils.load_torch_file(path, return_metadata=True)
-        except KeyError as error:
-            # ComfyUI's dynamic-VRAM reader has a table of dtypes; E8M0 scales are not in 0.30's.
-            log.info("Quant Loader: reading %s through safetensors (dtype %s)", Path(path).name, error)
-            tensors, meta = _read_plain(path)
-        sd.update(tensors)
-        metadata.update(meta or {})
-    return sd, metadata
-
-
-def _read_plain(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    import safetensors
-
-    with safetensors.safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def fold(sd: dict[str, torch.Tensor], layers: Sequence[LayerSpec]) -> dict[str, Any]:
-    """``sd`` with every quantised layer's tensors folded into one packed ``<name>.weight`` of logical shape.
-
-    Architecture detection then sees logical shapes, and no scale or marker is left over for ComfyUI to drop.
-    """
-    from .packed import pack
-
-    out: dict[str, Any] = dict(sd)
-    dtype = _float_dtype(out, layers)
-    for spec in layers:
-        tensors = {suffix: out.pop(name) for suffix, name in spec.tensors.items() if name in out}
-        marker = out.pop(f"{_stem(spec)}.comfy_quant", None)
-        raw = bytes(marker.contiguous().view(torch.uint8).numpy().tobytes()) if marker is not None else None
-        out[f"{spec.name}.weight"] = pack(spec, tensors, dtype, raw)
-        if spec.format == "quanto_int8":
-            for suffix in ("input_scale", "output_scale"):
-                out.pop(f"{_stem(spec)}.{suffix}", None)
-    for name in [n for n in out if n.endswith(".comfy_quant") or n.rsplit(".", 1)[-1] == "scaled_fp8"]:
-        del out[name]
-    return out
-
-
-def _stem(spec: LayerSpec) -> str:
-    """The layer's name in the file, whatever it is called in the model."""
-    weight = spec.tensors["weight"]
-    for ending in (".weight._data", ".weight"):
-        if weight.endswith(ending):
-            return weight[: -len(ending)]
-    return spec.name
-
-
-def _float_dtype(sd: dict[str, torch.Tensor], layers: Sequence[LayerSpec]) -> torch.dtype:
-    """The 16-bit dtype the file's author used for what is not quantised; bfloat16 when nothing says otherwise."""
-    quantised = {name for spec in layers for name in spec.tensors.values()}
-    count = {torch.bfloat16: 0, torch.float16: 0}
-    for name, tensor in sd.items():
-        if name not in quantised and tensor.dtype in count:
-            count[tensor.dtype] += tensor.numel()
-    return torch.float16 if count[torch.float16] > count[torch.bfloat16] else torch.bfloat16
-
-
-def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> None:
-    """Every declared layer must have become a layer of the model, with its shape; all exceptions at once."""
-    problems = list(context.mismatches)
-    mismatched = {text.split(":", 1)[0] for text in problems}
-    missing = [s.name for s in layers if s.name not in context.consumed and s.name not in mismatched]
-    problems += [f"{name}: the model has no such layer" for name in missing]
-    if problems:
-        shown = "\n".join(f"- {p}" for p in problems[:8])
-        more = f"\n(and {len(problems) - 8} more)" if len(problems) > 8 else ""
-        raise ModelMismatch(
-            f"{Path(paths[0]).name} does not fit the model that ComfyUI recognised in it: "
-            f"{len(problems)} of {len(layers)} quantised layers disagree.\n{shown}{more}\n"
-            "The file was made for another version of this model, or with a tool that renamed or repacked layers; "
-            "download it again or convert it again from the original."
-        )
-    for name, why in context.dequantised.items():
-        log.info("Quant Loader: %s: %s", name, why)
 
 
 def report_text(report: Report, patcher: Any, execution: str) -> str:
@@ -178,3 +81,193 @@ def report_text(report: Report, patcher: Any, execution: str) -> str:
 def report_json(report: Report) -> str:
     """The check's report as JSON text."""
     return json.dumps(report.to_dict(), ensure_ascii=False)
+
+
+def load_text_encoder(
+    paths: Sequence[str | Path],
+    clip_type: str,
+    rules: str = "strict",
+    execution: str = "auto",
+    embedding_directory: Any = None,
+    disable_dynamic: bool = False,
+) -> tuple[Any, list[Report]]:
+    """A CLIP of one to four encoder files (each one a checkpoint of its own), and a report per file.
+
+    ``clip_type`` is a name of the stock CLIP loaders (``flux``, ``sd3``, ...). Quantised linears run on our kernels;
+    ComfyUI's own loader dequantises them on every call.
+    """
+    host.require()
+    reports = [checked([p], rules) for p in paths]
+    import comfy.model_management
+    import comfy.sd
+
+    from .ops import LoadContext, operations
+    from .patcher import adopt
+    from .state_dict import fold, read, verify
+
+    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
+    context = LoadContext(execution)
+    layers = [layer for report in reports for layer in report.layers]
+    state_dicts = [fold(read(list(report.files))[0], report.layers) for report in reports]
+    # The encoder is built on the CPU: our patcher takes over before ComfyUI puts it on a device.
+    options: dict[str, Any] = {"initial_device": comfy.model_management.text_encoder_offload_device()}
+    if layers:
+        options["custom_operations"] = operations(context)
+    clip = comfy.sd.load_text_encoder_state_dicts(
+        state_dicts,
+        embedding_directory=embedding_directory,
+        clip_type=kind,
+        model_options=options,
+        disable_dynamic=disable_dynamic,
+    )
+    files = [file for report in reports for file in report.files]
+    if layers:
+        verify(layers, context, files)
+        clip.patcher = adopt(clip.patcher)
+    arguments = ([str(p) for p in paths], clip_type, rules, execution, embedding_directory)
+    clip.patcher.cached_patcher_init = (reload_text_encoder, arguments)
+    return clip, reports
+
+
+def reload_text_encoder(
+    paths: Sequence[str],
+    clip_type: str,
+    rules: str,
+    execution: str,
+    embedding_directory: Any,
+    disable_dynamic: bool = False,
+) -> Any:
+    """What ComfyUI calls to build a dropped text encoder again."""
+    return load_text_encoder(paths, clip_type, rules, execution, embedding_directory, disable_dynamic)[0].patcher
+
+
+def load_checkpoint(
+    paths: Sequence[str | Path],
+    rules: str = "strict",
+    execution: str = "auto",
+    embedding_directory: Any = None,
+    output_vae: bool = True,
+    output_clip: bool = True,
+    disable_dynamic: bool = False,
+) -> tuple[Any, Any, Any, Report]:
+    """Model, CLIP, VAE and report of a full checkpoint; what the file does not hold is None.
+
+    The VAE's quantised layers are dequantised while loading: it is small, and ComfyUI builds it without custom
+    operations.
+    """
+    host.require()
+    report = checked(paths, rules)
+    import comfy.model_detection
+    import comfy.sd
+
+    from .ops import LoadContext, operations
+    from .patcher import adopt
+    from .state_dict import fold, read, verify, without_quantisation
+
+    files = list(report.files)
+    sd, metadata = read(files)
+    context = LoadContext(execution)
+    vae_layers = [s for s in report.layers if s.name.startswith(VAE_PREFIXES)]
+    packed_layers = [s for s in report.layers if not s.name.startswith(VAE_PREFIXES)]
+    model_options: dict[str, Any] = {}
+    te_options: dict[str, Any] = {}
+    if report.verdict != "unquantized":
+        sd = fold(sd, report.layers, dense=lambda name: name.startswith(VAE_PREFIXES))
+        metadata = without_quantisation(metadata)
+        model_options = {"custom_operations": operations(context)}
+        te_options = {"custom_operations": operations(context)}
+        for spec in vae_layers:
+            context.dequantised[spec.name] = "part of the VAE; dequantised while loading"
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(sd)
+    if comfy.model_detection.model_config_from_unet(sd, prefix, metadata=metadata) is None:
+        raise QuantLoaderError(
+            f"{Path(files[0]).name} is no full checkpoint that ComfyUI knows: no model family has these layers. "
+            "If it holds a diffusion model alone, move it to models/diffusion_models and use "
+            "Load Quantized Diffusion Model."
+        )
+    model, clip, vae, _ = comfy.sd.load_state_dict_guess_config(
+        sd,
+        output_vae=output_vae,
+        output_clip=output_clip,
+        embedding_directory=embedding_directory,
+        model_options=model_options,
+        te_model_options=te_options,
+        metadata=metadata,
+        disable_dynamic=disable_dynamic,
+    )
+    if packed_layers:
+        # An encoder that was not asked for leaves its layers unconsumed; that is no fault of the file.
+        wanted = (
+            packed_layers
+            if output_clip and clip is not None
+            else [s for s in packed_layers if s.name.startswith(prefix)]
+        )
+        verify(wanted, context, files)
+        model = adopt(model)
+        if clip is not None:
+            clip.patcher = adopt(clip.patcher)
+    arguments = (files, rules, execution, embedding_directory)
+    model.cached_patcher_init = (reload_checkpoint_model, arguments)
+    if clip is not None:
+        clip.patcher.cached_patcher_init = (reload_checkpoint_clip, arguments)
+    if vae is not None and getattr(vae, "patcher", None) is not None:
+        vae.patcher.cached_patcher_init = (reload_checkpoint_vae, arguments)
+    return model, clip, vae, report
+
+
+# Where full checkpoints keep their VAE.
+VAE_PREFIXES = ("first_stage_model.", "vae.")
+
+
+def reload_checkpoint_model(
+    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+) -> Any:
+    """What ComfyUI calls to build a dropped model again."""
+    return load_checkpoint(paths, rules, execution, embedding_directory, False, False, disable_dynamic)[0]
+
+
+def reload_checkpoint_clip(
+    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+) -> Any:
+    """What ComfyUI calls to build a dropped text encoder again."""
+    return load_checkpoint(paths, rules, execution, embedding_directory, False, True, disable_dynamic)[1].patcher
+
+
+def reload_checkpoint_vae(
+    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+) -> Any:
+    """What ComfyUI calls to build a dropped VAE again."""
+    return load_checkpoint(paths, rules, execution, embedding_directory, True, False, disable_dynamic)[2].patcher
+
+
+def load_controlnet(paths: Sequence[str | Path], rules: str = "strict", execution: str = "auto") -> tuple[Any, Report]:
+    """A ControlNet (or T2I adapter) and the report of its check."""
+    host.require()
+    report = checked(paths, rules)
+    import comfy.controlnet
+
+    from .ops import LoadContext, operations
+    from .patcher import adopt
+    from .state_dict import fold, read, verify
+
+    files = list(report.files)
+    sd, _ = read(files)
+    context = LoadContext(execution)
+    options: dict[str, Any] = {}
+    if report.verdict != "unquantized":
+        sd = fold(sd, report.layers)
+        options["custom_operations"] = operations(context)
+    if Path(files[0]).stem.endswith(("_shuffle", "_shuffle_fp16")):
+        options["global_average_pooling"] = True
+    controlnet = comfy.controlnet.load_controlnet_state_dict(sd, model_options=options)
+    if controlnet is None:
+        raise QuantLoaderError(
+            f"{Path(files[0]).name} holds no ControlNet or T2I adapter that ComfyUI knows. "
+            "Is it in the right folder, and is this ComfyUI new enough for it?"
+        )
+    if report.verdict != "unquantized":
+        verify(report.layers, context, files)
+        wrapped = getattr(controlnet, "control_model_wrapped", None)
+        if wrapped is not None:
+            controlnet.control_model_wrapped = adopt(wrapped)
+    return controlnet, report

@@ -186,7 +186,9 @@ def operations(context: LoadContext) -> Any:
                     if tuple(bias.shape) == (self.out_features,):
                         self.bias = torch.nn.Parameter(_plain(bias, self.module_dtype), requires_grad=False)
                     else:
-                        error_msgs.append(f"{prefix}bias is {tuple(bias.shape)} in the file, ({self.out_features},) in the model")
+                        error_msgs.append(
+                            f"{prefix}bias is {tuple(bias.shape)} in the file, ({self.out_features},) in the model"
+                        )
                 elif bias is not None:
                     unexpected_keys.append(f"{prefix}bias")
                 elif self.has_bias:
@@ -275,7 +277,8 @@ def _dequantising(base: type, context: LoadContext) -> type:
                     context.consumed.add(name)
                 else:
                     context.mismatches.append(
-                        f"{name}: the file holds {_dims(tuple(dense.shape))}, the model's {base.__name__} is {_dims(wanted)}"
+                        f"{name}: the file holds {_dims(tuple(dense.shape))}, "
+                        f"the model's {base.__name__} is {_dims(wanted)}"
                     )
                     return
             super()._load_from_state_dict(state_dict, prefix, *rest)

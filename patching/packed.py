@@ -118,7 +118,7 @@ class PackedLayout(QuantizedLayout):  # type: ignore[misc]
     @classmethod
     def quantize(cls, tensor: torch.Tensor, **_: Any) -> tuple[torch.Tensor, PackedParams]:
         raise TypeError(
-            "Quant Loader never re-quantises a weight: patches are applied beside it, see the LoRA section of the docs."
+            "Quant Loader never re-quantises a weight; patches are applied beside it (docs/kernels.md, LoRA)."
         )
 
     @classmethod

@@ -52,7 +52,7 @@ class _SidePatches:
         self.set_injections(INJECTION, [PatcherInjection(inject=_inject, eject=_eject)])  # type: ignore[attr-defined]
 
     def add_patches(self, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0) -> list[Any]:
-        """As ComfyUI's; patches of packed weights are kept apart. An empty set is an error: a LoRA that matched nothing."""
+        """As ComfyUI's, with patches of packed weights kept apart. An empty set (nothing matched) is an error."""
         if not patches:
             raise QuantLoaderError(
                 "A patch set without a single patch reached this model: the LoRA's keys match none of its layers. "
@@ -142,7 +142,7 @@ class _SidePatches:
     def clone(self, disable_dynamic: bool = False, **kwargs: Any) -> Any:
         n = super().clone(disable_dynamic=disable_dynamic, **kwargs)  # type: ignore[misc]
         if not isinstance(n, _SidePatches):
-            # ComfyUI made one of its own static patchers (a dynamic model whose compiled or hooked clone must be static).
+            # ComfyUI made one of its own: the compiled or hooked clone of a dynamic model must be static.
             n = _adopt(n)
         n.side_patches = {k: v[:] for k, v in self.side_patches.items()}
         n.side_uuid = self.side_uuid
@@ -194,7 +194,8 @@ def adopt(patcher: Any) -> Any:
     dynamic = _Dynamic is not None and isinstance(patcher, _Dynamic)
     cls = QuantModelPatcherDynamic if dynamic else QuantModelPatcher
     ours = cls(patcher.model, patcher.load_device, patcher.offload_device, patcher.model_size())
-    ours.cached_patcher_init = patcher.cached_patcher_init
+    ours.__dict__.update(patcher.__dict__)
+    ours._init_side()
     return ours
 
 

@@ -77,9 +77,8 @@ class SidePath:
                 dim, _, length = term.offset
                 N, K = (length, K) if dim == 0 else (N, length)
             if tuple(term.up.shape[:1]) != (N,) or tuple(term.down.shape[1:]) != (K,):
-                return (
-                    f"the LoRA has {term.up.shape[0]} x {term.down.shape[1]} for {self.key}, the model's layer is {N} x {K}"
-                )
+                found = f"{term.up.shape[0]} x {term.down.shape[1]}"
+                return f"the LoRA has {found} for {self.key}, the model's layer is {N} x {K}"
         return None
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -101,9 +100,7 @@ class SidePath:
         """ComfyUI's own arithmetic on a dense float32 ``weight`` ``[N, K]``, which this may overwrite."""
         return comfy.lora.calculate_weight(list(self.patches), weight, self.key, intermediate_dtype=torch.float32)
 
-    def _matrices(
-        self, device: torch.device, dtype: torch.dtype
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    def _matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         cached = self._on_device.get((device, dtype))
         if cached is not None:
             return cached

@@ -1,0 +1,113 @@
+"""The file's tensors as a state dict whose quantised layers are single packed tensors, and the check afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import LayerSpec
+from .errors import ModelMismatch
+
+log = logging.getLogger("quant_loader")
+
+QUANTISATION_KEYS = frozenset(
+    {"_quantization_metadata", "quant_format", "quantization_format", "quantization_map_base64"}
+)
+
+
+def read(paths: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors of all files, memory-mapped by ComfyUI's own reader, and the metadata."""
+    import comfy.utils
+
+    sd: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for path in paths:
+        try:
+            tensors, meta = comfy.utils.load_torch_file(path, return_metadata=True)
+        except KeyError as error:
+            # ComfyUI's dynamic-VRAM reader has a table of dtypes; E8M0 scales are not in 0.30's.
+            log.info("Quant Loader: reading %s through safetensors (dtype %s)", Path(path).name, error)
+            tensors, meta = _read_plain(path)
+        sd.update(tensors)
+        metadata.update(meta or {})
+    return sd, metadata
+
+
+def _read_plain(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    import safetensors
+
+    with safetensors.safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def fold(
+    sd: dict[str, torch.Tensor], layers: Sequence[LayerSpec], dense: Callable[[str], bool] | None = None
+) -> dict[str, Any]:
+    """``sd`` with every quantised layer's tensors folded into one packed ``<name>.weight`` of logical shape.
+
+    Architecture detection then sees logical shapes, and no scale or marker is left over for ComfyUI to drop.
+    ``dense(name)`` says which layers to hand over dequantised, because what loads them knows no packed weights.
+    """
+    from .packed import pack
+
+    out: dict[str, Any] = dict(sd)
+    dtype = _float_dtype(out, layers)
+    for spec in layers:
+        tensors = {suffix: out.pop(name) for suffix, name in spec.tensors.items() if name in out}
+        marker = out.pop(f"{_stem(spec)}.comfy_quant", None)
+        raw = bytes(marker.contiguous().view(torch.uint8).numpy().tobytes()) if marker is not None else None
+        packed = pack(spec, tensors, dtype, raw)
+        out[f"{spec.name}.weight"] = packed.dequantize() if dense is not None and dense(spec.name) else packed
+        if spec.format == "quanto_int8":
+            for suffix in ("input_scale", "output_scale"):
+                out.pop(f"{_stem(spec)}.{suffix}", None)
+    for name in [n for n in out if n.endswith(".comfy_quant") or n.rsplit(".", 1)[-1] == "scaled_fp8"]:
+        del out[name]
+    return out
+
+
+def _stem(spec: LayerSpec) -> str:
+    """The layer's name in the file, whatever it is called in the model."""
+    weight = spec.tensors["weight"]
+    for ending in (".weight._data", ".weight"):
+        if weight.endswith(ending):
+            return weight[: -len(ending)]
+    return spec.name
+
+
+def _float_dtype(sd: dict[str, torch.Tensor], layers: Sequence[LayerSpec]) -> torch.dtype:
+    """The 16-bit dtype the file's author used for what is not quantised; bfloat16 when nothing says otherwise."""
+    quantised = {name for spec in layers for name in spec.tensors.values()}
+    count = {torch.bfloat16: 0, torch.float16: 0}
+    for name, tensor in sd.items():
+        if name not in quantised and tensor.dtype in count:
+            count[tensor.dtype] += tensor.numel()
+    return torch.float16 if count[torch.float16] > count[torch.bfloat16] else torch.bfloat16
+
+
+def without_quantisation(metadata: dict[str, str]) -> dict[str, str]:
+    """The file's metadata for ComfyUI's model detection, which must not act on the quantisation a second time."""
+    return {k: v for k, v in metadata.items() if k not in QUANTISATION_KEYS}
+
+
+def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> None:
+    """Every declared layer must have become a layer of the model, with its shape; all exceptions at once."""
+    problems = list(context.mismatches)
+    mismatched = {text.split(":", 1)[0] for text in problems}
+    missing = [s.name for s in layers if s.name not in context.consumed and s.name not in mismatched]
+    problems += [f"{name}: the model has no such layer" for name in missing]
+    if problems:
+        shown = "\n".join(f"- {p}" for p in problems[:8])
+        more = f"\n(and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        raise ModelMismatch(
+            f"{Path(paths[0]).name} does not fit the model that ComfyUI recognised in it: "
+            f"{len(problems)} of {len(layers)} quantised layers disagree.\n{shown}{more}\n"
+            "The file was made for another version of this model, or with a tool that renamed or repacked layers; "
+            "download it again or convert it again from the original."
+        )
+    for name, why in context.dequantised.items():
+        log.info("Quant Loader: %s: %s", name, why)
