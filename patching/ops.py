@@ -16,6 +16,7 @@ import torch
 
 from .. import kernels
 from ..checkpoint import LayerSpec
+from . import guard
 from .packed import LAYOUT, as_stored, is_packed, plain_tensors
 from .sidepath import SidePath
 
@@ -27,11 +28,13 @@ class LoadContext:
     """What one load learns; shared by all modules of the model that is being built.
 
     ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
-    ``mismatches``: sentences about layers whose shape the model disagrees with.
+    ``mismatches``: sentences about layers whose shape the model disagrees with. ``warnings``: what the output guards
+    said after a run.
     """
 
     execution: str = "auto"
     consumed: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
     dequantised: dict[str, str] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
 
@@ -50,6 +53,7 @@ class _Packable:
         self.bias_comfy_model_dtype = dtype
         self.spec: LayerSpec | None = None
         self.side_path: SidePath | None = None
+        self.guard = guard.OutputGuard()
         self._operators: dict[tuple[str, int | None], Any] = {}
 
     def _take(self, weight: Any, module_shape: tuple[int, ...]) -> None:
@@ -207,6 +211,8 @@ def operations(context: LoadContext) -> Any:
                     compute_dtype=input.dtype,
                 )
                 output = self._linear(input, weight, bias)
+                if guard.ENABLED:
+                    self.guard.observe(output)
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
                 return output
 

@@ -17,6 +17,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import PatcherInjection
 
+from . import guard
 from .errors import QuantLoaderError
 from .packed import is_packed
 from .sidepath import SidePath
@@ -152,6 +153,23 @@ class _SidePatches:
         if self.side_uuid != getattr(clone, "side_uuid", None):
             return False
         return bool(super().clone_has_same_weights(clone, *args, **kwargs))  # type: ignore[misc]
+
+    def cleanup(self) -> None:
+        """Called by ComfyUI after a run: the moment to read the output guards."""
+        super().cleanup()  # type: ignore[misc]
+        modules = [m for m in packed_modules(self.model).values() if hasattr(m, "out_features")]
+        for sentence in guard.read(modules):
+            modules[0].context.warnings.append(sentence)
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        """The bytes of the file again; refused while a LoRA sits beside the weights, which this would lose."""
+        if self.side_patches:
+            raise QuantLoaderError(
+                f"This model carries LoRA patches on {len(self.side_patches)} quantised layers, and a stock save would "
+                "lose them. Use the node 'Save Quantized Checkpoint' (QuantLoaderSave), which can leave them out or "
+                "merge them, or remove the LoRA before saving."
+            )
+        return super().state_dict_for_saving(*args, **kwargs)  # type: ignore[misc]
 
     def lora_report(self) -> list[str]:
         """One line a patched layer: how many patches, and how they are applied."""
