@@ -15,7 +15,7 @@ import websocket
 Workflow = dict[str, dict[str, Any]]
 
 
-class PromptRejected(RuntimeError):  # noqa: N818  reads as the event it is
+class PromptRejected(RuntimeError):
     """The server refused to queue a prompt (HTTP 400)."""
 
     def __init__(self, status: int, body: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class PromptRejected(RuntimeError):  # noqa: N818  reads as the event it is
         return [error.get("details", "") for node in self.node_errors.values() for error in node.get("errors", [])]
 
 
-class PromptFailed(RuntimeError):  # noqa: N818
+class PromptFailed(RuntimeError):
     """A queued prompt ended with an exception in a node."""
 
     def __init__(self, run: PromptRun) -> None:
@@ -45,7 +45,7 @@ class PromptFailed(RuntimeError):  # noqa: N818
 
 @dataclass
 class PromptRun:
-    """What one prompt did: `executed` and `cached` node ids in order, `outputs` by node id, `error` of the failing node."""
+    """What one prompt did: `executed` and `cached` node ids in order, `outputs` by node id, the failing node's `error`."""
 
     prompt_id: str
     executed: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class ComfyClient:
         return True
 
     def queue(self, workflow: Workflow, client_id: str | None = None) -> str:
-        """Queues a workflow in API format and returns the prompt's id. Raises PromptRejected when the server refuses it."""
+        """Queues a workflow in API format and returns the prompt's id. Raises PromptRejected when it is refused."""
         status, answer = self.post("/prompt", {"prompt": workflow, **({"client_id": client_id} if client_id else {})})
         if status != 200:
             raise PromptRejected(status, answer)

@@ -1,7 +1,7 @@
 """Tiny random-weight models that stock ComfyUI detects: a Flux transformer and a TAESD autoencoder.
 
 The transformer has the tensor names and the proportions of Flux (hidden size 256, one double and one single block), so
-that loaders, samplers and quantisers treat it as the real thing; its pictures are abstract. Nothing here imports ComfyUI.
+that loaders, samplers and quantisers treat it as the real thing; its pictures are abstract. ComfyUI is not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TAESD_WIDTH = 64
 
 
 def flux_state_dict(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A Flux (schnell layout: no guidance input) with 1 + 1 blocks and random weights, under the names of the original files.
+    """A Flux (schnell layout: no guidance input) with 1 + 1 blocks and random weights, named as in the original files.
 
     Weights are Gaussian with a variance of `gain` / in_features, which keeps activations near unit size.
     """
@@ -58,7 +58,8 @@ def flux_state_dict(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> dict[
     attention_norm("single_blocks.0.norm")
     linear("single_blocks.0.modulation.lin", 3 * HIDDEN, HIDDEN)
     linear("final_layer.adaLN_modulation.1", 2 * HIDDEN, HIDDEN)
-    linear("final_layer.linear", PATCH_CHANNELS, HIDDEN, gain=16.0)  # the model, not the starting noise, makes the picture
+    # The large gain lets the model, not the noise it starts from, make the picture.
+    linear("final_layer.linear", PATCH_CHANNELS, HIDDEN, gain=16.0)
     return tensors
 
 

@@ -33,7 +33,7 @@ QUANTIZED_PREFIXES = ("double_blocks.", "single_blocks.")
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantised layer: tensors by suffix (`weight`, `weight_scale`, ...) and the marker, None where the format has none."""
+    """One quantised layer: tensors by suffix (`weight`, `weight_scale`, ...), and the marker where the format has one."""
 
     tensors: Tensors
     marker: dict[str, object] | None
@@ -47,12 +47,12 @@ def marker_tensor(marker: dict[str, object]) -> torch.Tensor:
 def hadamard(size: int) -> torch.Tensor:
     """The regular Hadamard matrix of ConvRot, `[size, size]` float32, orthonormal; size is a power of 4."""
     h4 = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32)
-    matrix = h4
+    matrix: torch.Tensor = h4
     while matrix.shape[0] < size:
         matrix = torch.kron(matrix, h4)
     if matrix.shape[0] != size:
         raise ValueError(f"a rotation size must be a power of 4, got {size}")
-    return matrix / size**0.5
+    return matrix * size**-0.5
 
 
 def rotate(weight: torch.Tensor, group: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def convrot_w4a4(weight: torch.Tensor) -> Packed:
 
 
 def asym_w4a8(weight: torch.Tensor) -> Packed:
-    """Unsigned 4-bit codes on a uniform grid (code - 8), E4M3 scales per 16 columns, one float32 scale per row, rotated.
+    """Unsigned 4-bit codes on a uniform grid (code - 8), E4M3 scales per 16 columns, a float32 scale per row, rotated.
 
     A decoder computes `q8 = clamp(round((code - 8) * s_rel), -127, 127)` and `W_rot = q8 * s_channel`, so the group
     scales are chosen such that the largest group of a row reaches 127.
@@ -188,7 +188,8 @@ def quantize(
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})
+        names = list(file.keys())
+        return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
 
 
 def save(path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> Path:

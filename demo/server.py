@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -97,10 +99,14 @@ class ComfyServer:
     def start(self) -> None:
         """Starts the server and returns when it answers."""
         if port_in_use(self.port):
-            raise ServerError(f"Port {self.port} is already in use by another program; choose another one with PORT=...")
+            raise ServerError(
+                f"Port {self.port} is already in use by another program; choose another one with PORT=<number>."
+            )
         tree = comfyui_tree()
         if not (tree / "main.py").is_file():
-            raise ServerError(f"No ComfyUI at {tree}: run demo/setup_env.py, or set COMFYUI_PATH to a ComfyUI checkout.")
+            raise ServerError(
+                f"No ComfyUI at {tree}: run demo/setup_env.py, or set COMFYUI_PATH to a ComfyUI checkout."
+            )
         for name in ("input", "output", "temp", "user", "custom_nodes", "models"):
             (self.base / name).mkdir(parents=True, exist_ok=True)
         if self.with_pack:
@@ -129,6 +135,14 @@ class ComfyServer:
         """Raises ServerError with the end of the log when the server has died."""
         if self._process is not None and self._process.poll() is not None:
             raise ServerError(f"The ComfyUI server ended by itself. The last lines it printed:\n{self._log_tail()}")
+
+    @contextmanager
+    def stopped_on_exit(self) -> Iterator[None]:
+        """Whatever happens inside, the server is stopped afterwards; it is the caller who starts it."""
+        try:
+            yield
+        finally:
+            self.stop()
 
     def __enter__(self) -> ComfyServer:
         self.start()

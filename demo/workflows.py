@@ -6,16 +6,19 @@ from typing import Any
 
 from .client import Workflow
 
-LOADER, SAMPLER, PICTURE, LATENT = "loader", "sampler", "picture", "latent"
+LOADER, SAMPLER, PICTURE, LATENT, REPORT = "loader", "sampler", "picture", "latent", "report"
 VAE_FILE = "tiny-taesd.safetensors"
 SIZE = 256  # pixels on a side
 STEPS = 2
 
 
+OUR_NODE = "QuantLoaderDiffusionModel"
+
+
 def quant_loader(model_name: str, rules: str = "strict", execution: str = "auto") -> dict[str, Any]:
     """This pack's loader node."""
     inputs = {"model_name": model_name, "rules": rules, "execution": execution}
-    return {"class_type": "QuantLoaderDiffusionModel", "inputs": inputs}
+    return {"class_type": OUR_NODE, "inputs": inputs}
 
 
 def stock_loader(model_name: str) -> dict[str, Any]:
@@ -24,7 +27,11 @@ def stock_loader(model_name: str) -> dict[str, Any]:
 
 
 def text_to_image(loader: dict[str, Any], prefix: str, seed: int = 7, steps: int = STEPS, size: int = SIZE) -> Workflow:
-    """Loader, fixed conditioning, `steps` Euler steps, a PNG and the latent, both saved under `prefix`."""
+    """Loader, fixed conditioning, `steps` Euler steps, a PNG and the latent, both saved under `prefix`.
+
+    With this pack's loader also its report as text.
+    """
+    report = {REPORT: {"class_type": "PreviewAny", "inputs": {"source": [LOADER, 1]}}}
     return {
         LOADER: loader,
         "conditioning": {"class_type": "LotusConditioning", "inputs": {}},
@@ -48,4 +55,5 @@ def text_to_image(loader: dict[str, Any], prefix: str, seed: int = 7, steps: int
         "decode": {"class_type": "VAEDecode", "inputs": {"samples": [SAMPLER, 0], "vae": ["vae", 0]}},
         PICTURE: {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": prefix}},
         LATENT: {"class_type": "SaveLatent", "inputs": {"samples": [SAMPLER, 0], "filename_prefix": prefix}},
+        **(report if loader["class_type"] == OUR_NODE else {}),
     }

@@ -1,0 +1,49 @@
+# Quant Loader: the commands of the README. Each sets up what it needs; the first takes minutes, later ones seconds.
+
+PYTHON ?= python3
+PORT ?=
+
+ifeq ($(OS),Windows_NT)
+VENV_BIN := .venv/Scripts
+else
+VENV_BIN := .venv/bin
+endif
+# -I keeps this folder off sys.path: the pack is imported as quant_loader, as it is installed.
+RUN := $(VENV_BIN)/python -I -m
+
+.PHONY: demo serve test lint bench fuzz clean setup help
+
+help:
+	@echo "make demo    tiny quantised models through a real ComfyUI: pictures, a table, two refusals"
+	@echo "make serve   the same server left up, with a workflow in the editor (PORT=8188)"
+	@echo "make test    every test, the end-to-end ones against a real ComfyUI server included"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   benchmarks"
+	@echo "make fuzz    the header reader against random damage"
+	@echo "make clean   removes what the commands made (.venv, .cache, demo-output)"
+
+setup:
+	@$(PYTHON) demo/setup_env.py
+
+demo: setup
+	@$(RUN) quant_loader.demo.run $(if $(PORT),--port $(PORT))
+
+serve: setup
+	@$(RUN) quant_loader.demo.run --serve $(if $(PORT),--port $(PORT))
+
+test: setup
+	$(VENV_BIN)/pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(VENV_BIN)/ruff check .
+	$(VENV_BIN)/ruff format --check .
+	$(VENV_BIN)/mypy .
+
+bench: setup
+	$(RUN) quant_loader.benchmarks.run
+
+fuzz: setup
+	$(VENV_BIN)/pytest tests/checkpoint -k fuzz $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .cache demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
