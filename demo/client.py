@@ -45,7 +45,7 @@ class PromptFailed(RuntimeError):
 
 @dataclass
 class PromptRun:
-    """What one prompt did: `executed` and `cached` node ids in order, `outputs` by node id, the failing node's `error`."""
+    """What one prompt did: `executed` and `cached` node ids in order, `outputs` by node id, the `error` if any."""
 
     prompt_id: str
     executed: list[str] = field(default_factory=list)

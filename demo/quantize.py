@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ QUANTIZED_PREFIXES = ("double_blocks.", "single_blocks.")
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantised layer: tensors by suffix (`weight`, `weight_scale`, ...), and the marker where the format has one."""
+    """One quantised layer: tensors by suffix (`weight`, `weight_scale`, ...) and its marker, if the format has one."""
 
     tensors: Tensors
     marker: dict[str, object] | None
@@ -47,12 +48,13 @@ def marker_tensor(marker: dict[str, object]) -> torch.Tensor:
 def hadamard(size: int) -> torch.Tensor:
     """The regular Hadamard matrix of ConvRot, `[size, size]` float32, orthonormal; size is a power of 4."""
     h4 = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32)
-    matrix: torch.Tensor = h4
+    matrix = h4
     while matrix.shape[0] < size:
         matrix = torch.kron(matrix, h4)
     if matrix.shape[0] != size:
         raise ValueError(f"a rotation size must be a power of 4, got {size}")
-    return matrix * size**-0.5
+    scaled: torch.Tensor = matrix / math.sqrt(size)
+    return scaled
 
 
 def rotate(weight: torch.Tensor, group: int) -> torch.Tensor:
