@@ -1,5 +1,25 @@
 """What a checkpoint file says: header, declarations, rules, report. Standard library and numpy only."""
 
+from .catalogue import RULES, Rule
+from .checker import check
+from .files import Checkpoint, open_checkpoint
+from .header import Header, HeaderError, TensorInfo, read_header
 from .report import Fault, Group, LayerSpec, Report
+from .summary import verdict_text
 
-__all__ = ["Fault", "Group", "LayerSpec", "Report"]
+__all__ = [
+    "RULES",
+    "Checkpoint",
+    "Fault",
+    "Group",
+    "Header",
+    "HeaderError",
+    "LayerSpec",
+    "Report",
+    "Rule",
+    "TensorInfo",
+    "check",
+    "open_checkpoint",
+    "read_header",
+    "verdict_text",
+]

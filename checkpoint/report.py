@@ -47,10 +47,11 @@ class LayerSpec:
         return self.shape[1]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An annotation by name, with or without the reference's leading underscore."""
-        if key in self.annotations:
-            return self.annotations[key]
-        return self.annotations.get("_" + key, default)
+        """An annotation by name, with or without the reference's leading underscore.
+
+        Derived values carry no underscore here; an underscored key that came from the file is never returned.
+        """
+        return self.annotations.get(key.lstrip("_"), default)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,333 @@
+"""What a checkpoint says about its layers: ``*.comfy_quant`` markers and the header's ``_quantization_metadata``, merged."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from .catalogue import REDOWNLOAD, REEXPORT
+from .files import Checkpoint
+from .findings import Findings
+from .header import Header, HeaderError, RawFile, TensorInfo, open_raw
+from .layer import same
+from .report import DeclaredBy
+from .words import clean, conf, show
+
+MARKER = ".comfy_quant"
+METADATA_KEY = "_quantization_metadata"
+MAX_MARKER = 1 << 20
+MAX_MARKERS_TOTAL = 16 << 20
+MAX_DEPTH = 900
+_MARKER_TYPES_THAT_CRASH = frozenset(
+    {"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2"}
+)
+
+
+@dataclass
+class Declaration:
+    """One layer's declaration. ``where`` names its origin for messages."""
+
+    prefix: str
+    conf: dict[str, Any]
+    by: DeclaredBy
+    where: str
+    notes: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Declarations:
+    """All declarations; ``broken`` are layers whose declaration exists but cannot be used (their tensors are not judged further)."""
+
+    layers: dict[str, Declaration] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+    global_mxfp8: bool = False
+    from_metadata: list[str] = field(default_factory=list)
+    metadata_broken: bool = False
+
+
+@dataclass
+class _BadMarker:
+    prefix: str
+    tensor: TensorInfo
+    data: bytes
+    reason: str
+
+
+class _DuplicateKeys:
+    """An ``object_pairs_hook`` that remembers the first key that occurred twice in one object."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs) and self.first is None:
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    self.first = key
+                    break
+                seen.add(key)
+        return result
+
+
+def too_deep(text: str | bytes) -> bool:
+    """Whether a JSON text nests deeper than any reader's stack allows; linear, and only counted when brackets abound."""
+    if isinstance(text, str):
+        text = text.encode("utf-8", "surrogatepass")
+    if text.count(b"[") + text.count(b"{") < MAX_DEPTH:
+        return False
+    depth = 0
+    in_string = escaped = False
+    for byte in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                in_string = False
+        elif byte == 0x22:
+            in_string = True
+        elif byte in (0x5B, 0x7B):
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif byte in (0x5D, 0x7D):
+            depth -= 1
+    return False
+
+
+def has_big_integer(error: ValueError) -> bool:
+    """Whether a JSON error is Python's limit on the digits of an integer (4,300), not bad JSON."""
+    return not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) and "digits" in str(error)
+
+
+def collect(checkpoint: Checkpoint, findings: Findings, *, compatible: bool) -> Declarations:
+    """Read every declaration, in the reference's order: per file its metadata, then its markers by name."""
+    out = Declarations()
+    bad: list[_BadMarker] = []
+    flags: set[str] = set()
+    budget = MAX_MARKERS_TOTAL
+    for header in checkpoint.headers:
+        where = "the header" if len(checkpoint.headers) == 1 else f"the header of {clean(os.path.basename(header.path))}"
+        flag = header.metadata.get("quant_format", "")
+        if flag:
+            flags.add(flag.lower())
+        text = header.metadata.get(METADATA_KEY)
+        if text is not None:
+            _metadata(text, where, out, findings, compatible)
+        budget = _markers(header, out, bad, findings, compatible, budget)
+    out.global_mxfp8 = flags == {"mxfp8"}
+    _report_bad_markers(bad, out, findings, checkpoint, compatible)
+    return out
+
+
+def _metadata(text: str, where: str, out: Declarations, findings: Findings, compatible: bool) -> None:
+    duplicates = _DuplicateKeys()
+    out.metadata_broken = True
+    if too_deep(text):
+        findings.add("crash.meta.recursion")
+        return
+    try:
+        document = json.loads(text, object_pairs_hook=duplicates)
+    except RecursionError:
+        findings.add("crash.meta.recursion")
+        return
+    except ValueError as error:
+        if has_big_integer(error):
+            findings.add("crash.meta.bigint")
+        else:
+            findings.add("meta.json", found="it is empty" if not text.strip() else clean(str(error), 100), expected="a JSON object")
+        return
+    if not isinstance(document, dict):
+        findings.add("meta.not_object", found=show(document), expected="a JSON object")
+        return
+    layers = document.get("layers")
+    if not isinstance(layers, dict):
+        findings.add("meta.layers_not_object", found=show(layers) if "layers" in document else "nothing", expected="an object")
+        return
+    out.metadata_broken = False
+    if duplicates.first is not None:
+        findings.add("extra.meta.duplicate_key", found=show(duplicates.first))
+    for prefix, entry in layers.items():
+        if not isinstance(entry, dict):
+            findings.add("meta.entry_not_object", layer=prefix, found=show(entry), expected="an object")
+            out.broken.add(prefix)
+            continue
+        out.from_metadata.append(prefix)
+        _merge(Declaration(prefix, entry, "metadata", where), out, findings, compatible)
+
+
+def _markers(
+    header: Header, out: Declarations, bad: list[_BadMarker], findings: Findings, compatible: bool, budget: int
+) -> int:
+    names = sorted(name for name in header.tensors if name.endswith(MARKER))
+    if not names:
+        return budget
+    parsed: dict[bytes, tuple[Any, str | None] | str] = {}
+    try:
+        with open_raw(header.path) as raw:
+            if raw.stamp != header.stamp:
+                raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+            for name in names:
+                budget = _marker(raw, header.tensors[name], out, bad, findings, compatible, parsed, budget)
+    except HeaderError as error:
+        rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
+        findings.add(rule, file=clean(os.path.basename(header.path)), found=error.detail)
+    return budget
+
+
+def _marker(
+    raw: RawFile,
+    tensor: TensorInfo,
+    out: Declarations,
+    bad: list[_BadMarker],
+    findings: Findings,
+    compatible: bool,
+    parsed: dict[bytes, tuple[Any, str | None] | str],
+    budget: int,
+) -> int:
+    prefix = tensor.name[: -len(MARKER)]
+    if tensor.dtype in _MARKER_TYPES_THAT_CRASH:
+        findings.add("crash.marker.tensor_dtype", layer=prefix, tensor=tensor.name, expected="U8", found=tensor.dtype)
+        out.broken.add(prefix)
+        return budget
+    size = tensor.stop - tensor.start
+    if size > MAX_MARKER or size > budget:
+        findings.add("extra.marker.size", layer=prefix, tensor=tensor.name, expected=f"at most {MAX_MARKER} bytes", found=f"{size} bytes long")
+        out.broken.add(prefix)
+        return budget
+    data = raw.read_at(tensor.start, size)
+    result = parsed.get(data)
+    if result is None:
+        result = parsed[data] = _parse_marker(data)
+    if isinstance(result, str):
+        if result.startswith("crash."):
+            findings.add(result, layer=prefix, tensor=tensor.name)
+            out.broken.add(prefix)
+        else:
+            bad.append(_BadMarker(prefix, tensor, data, result))
+        return budget - size
+    value, duplicate = result
+    if not isinstance(value, dict):
+        findings.add("marker.not_object", layer=prefix, tensor=tensor.name, expected="a JSON object", found=show(value))
+        out.broken.add(prefix)
+        return budget - size
+    if duplicate is not None:
+        findings.add("extra.marker.duplicate_key", layer=prefix, tensor=tensor.name, found=show(duplicate))
+    _merge(Declaration(prefix, value, "marker", "its marker"), out, findings, compatible)
+    return budget - size
+
+
+def _parse_marker(data: bytes) -> tuple[Any, str | None] | str:
+    """The JSON value and its first duplicate key; or a ``crash.*`` rule id; or what is wrong, in words."""
+    duplicates = _DuplicateKeys()
+    if too_deep(data):
+        return "crash.marker.recursion"
+    try:
+        return json.loads(data, object_pairs_hook=duplicates), duplicates.first
+    except RecursionError:
+        return "crash.marker.recursion"
+    except ValueError as error:
+        if has_big_integer(error):
+            return "crash.marker.bigint"
+        return _what_is_wrong(data, error)
+
+
+def _what_is_wrong(data: bytes, error: ValueError) -> str:
+    if not data:
+        return "empty"
+    if not data.strip(b"\0"):
+        return "zeroed"
+    if not data.strip():
+        return "blank"
+    if b"\0" in data and data.rstrip(b"\0")[:1] == b"{" and data.rstrip(b"\0")[-1:] == b"}" and data.count(b"\0") == len(data) - len(data.rstrip(b"\0")):
+        return "padded"
+    if isinstance(error, json.JSONDecodeError) and data.lstrip()[:1] == b"{" and error.pos >= len(data.rstrip()) - 1 and not data.rstrip().endswith(b"}"):
+        return "truncated"
+    if isinstance(error, UnicodeDecodeError):
+        return "not text"
+    return "not JSON"
+
+
+def _report_bad_markers(bad: list[_BadMarker], out: Declarations, findings: Findings, checkpoint: Checkpoint, compatible: bool) -> None:
+    if not bad:
+        return
+    lengths: dict[int, str] = {}
+    for declaration in out.layers.values():
+        if declaration.by == "marker":
+            marker = checkpoint.tensors.get(declaration.prefix + MARKER)
+            name = declaration.conf.get("format")
+            if marker is not None and isinstance(name, str):
+                lengths.setdefault(marker.nbytes, clean(name, 40))
+    for marker in bad:
+        if compatible and _unquantised(marker.prefix, checkpoint):
+            findings.add(
+                "extra.dialect",
+                layer=marker.prefix,
+                found=f"unreadable marker ({marker.reason}) ignored: the weight is {checkpoint.tensors[marker.prefix + '.weight'].dtype} and has no scales",
+                variant="ignored marker",
+            )
+            continue
+        out.broken.add(marker.prefix)
+        size = len(marker.data)
+        found = {
+            "empty": "empty (0 bytes)",
+            "zeroed": f"zeroed: {size} NUL bytes",
+            "blank": f"blank: {size} spaces",
+            "padded": "followed by NUL bytes",
+            "truncated": f"cut short after {size} bytes",
+            "not text": f"not text ({size} bytes)",
+            "not JSON": f"not JSON ({size} bytes)",
+        }[marker.reason]
+        if marker.reason == "zeroed" and size in lengths:
+            found += f", the same length as the {lengths[size]} marker of other layers"
+        weight = checkpoint.tensors.get(marker.prefix + ".weight")
+        if weight is not None:
+            found += f" (the weight is {weight.dtype})"
+        damaged = marker.reason in ("zeroed", "truncated", "not text")
+        findings.add(
+            "marker.json",
+            layer=marker.prefix,
+            tensor=marker.tensor.name,
+            expected='JSON such as {"format": "nvfp4"}',
+            found=found,
+            remedy=REDOWNLOAD if damaged else REEXPORT,
+            variant=marker.reason,
+        )
+
+
+def _unquantised(prefix: str, checkpoint: Checkpoint) -> bool:
+    weight = checkpoint.tensors.get(f"{prefix}.weight")
+    if weight is None or weight.dtype not in ("BF16", "F16", "F32", "F64"):
+        return False
+    return not any(f"{prefix}.{suffix}" in checkpoint.tensors for suffix in ("weight_scale", "weight_scale_2", "weight_s_rel", "scale_weight"))
+
+
+def _merge(new: Declaration, out: Declarations, findings: Findings, compatible: bool) -> None:
+    old = out.layers.get(new.prefix)
+    if old is None or same(old.conf, new.conf):
+        if old is not None:
+            new.by = old.by if old.by == "marker" else new.by
+        out.layers[new.prefix] = new
+        return
+    if compatible and ("format" in old.conf) != ("format" in new.conf) and not set(old.conf) & set(new.conf):
+        joined = Declaration(new.prefix, {**old.conf, **new.conf}, new.by, f"{old.where} and {new.where}")
+        joined.notes.append("declaration put together from the header and the marker")
+        findings.add("extra.dialect", layer=new.prefix, found=joined.notes[0], variant="split")
+        out.layers[new.prefix] = joined
+        return
+    out.broken.add(new.prefix)
+    findings.add(
+        "marker.conflict",
+        layer=new.prefix,
+        expected=conf(old.conf),
+        found=conf(new.conf),
+        first=old.where,
+        second=new.where if new.where != old.where else "a second one",
+    )
+

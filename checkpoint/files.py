@@ -1,0 +1,219 @@
+"""From the paths a user gives to the files of one checkpoint: single files, shard sets by name, shard indices."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .findings import Findings
+from .header import MAX_HEADER, Header, HeaderError, TensorInfo, open_raw, read_header
+from .words import clean, listing
+
+MAX_SHARDS = 2000
+_SHARD = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<ext>\.[^.]+)\Z", re.DOTALL)
+_PICKLE_EXT = (".ckpt", ".pt", ".pth", ".pkl", ".pickle", ".bin")
+_INDEX_END = ".index.json"
+_PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@dataclass
+class Checkpoint:
+    """The sound files of one checkpoint.
+
+    ``tensors`` maps a name to its (last) definition; ``order`` holds each file's tensors on their own. A tensor's file is its ``path``.
+    """
+
+    paths: tuple[str, ...]
+    headers: list[Header] = field(default_factory=list)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of all files, later ones winning."""
+        merged: dict[str, str] = {}
+        for header in self.headers:
+            merged.update(header.metadata)
+        return merged
+
+
+def as_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    """One path or several, as text."""
+    if isinstance(paths, (str, os.PathLike)):
+        return [os.fspath(paths)]
+    return [os.fspath(path) for path in paths]
+
+
+def expand(given: list[str], findings: Findings) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """The files to read, in order, and what each shard index says (index path -> tensor -> shard path).
+
+    An index stands for its shards; a shard's name stands for the whole set in its folder. What is missing, doubled or unusable becomes a fault.
+    """
+    files: list[str] = []
+    indices: dict[str, dict[str, str]] = {}
+    for path in given:
+        if path.endswith(_INDEX_END):
+            placed = _read_index(path, findings)
+            if placed is not None:
+                indices[path] = placed
+                files.extend(dict.fromkeys(placed.values()))
+        else:
+            files.append(path)
+    seen: dict[str, str] = {}
+    unique: list[str] = []
+    for path in files:
+        key = os.path.normcase(os.path.abspath(path))
+        if key in seen:
+            findings.add("extra.shards.duplicate_file", found=clean(os.path.basename(path)))
+            continue
+        seen[key] = path
+        unique.append(path)
+    return _complete_sets(unique, set(seen), findings), indices
+
+
+def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> list[str]:
+    """Add the shards that a shard's name promises; name those that are not there."""
+    complete = list(paths)
+    done: set[tuple[str, str, str]] = set()
+    for path in paths:
+        folder, base = os.path.split(path)
+        match = _SHARD.match(base)
+        if match is None:
+            continue
+        total = int(match["total"])
+        key = (os.path.normcase(os.path.abspath(folder)), match["stem"], match["total"] + match["ext"])
+        if key in done:
+            continue
+        done.add(key)
+        if not 1 <= int(match["number"]) <= total or total > MAX_SHARDS:
+            findings.add("extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)")
+            continue
+        missing: list[str] = []
+        for number in range(1, total + 1):
+            sibling = os.path.join(folder, f"{match['stem']}-{number:05d}-of-{match['total']}{match['ext']}")
+            if os.path.normcase(os.path.abspath(sibling)) in known:
+                continue
+            if os.path.exists(sibling):
+                complete.append(sibling)
+            else:
+                missing.append(os.path.basename(sibling))
+        if missing:
+            findings.add("extra.shards.missing", found=listing(missing), expected=f"{total} files")
+    return complete
+
+
+def _read_index(path: str, findings: Findings) -> dict[str, str] | None:
+    def bad(found: str) -> None:
+        findings.add("extra.shards.index", file=clean(os.path.basename(path)), found=found)
+
+    try:
+        with open_raw(path) as raw:
+            if raw.stamp.size > MAX_HEADER:
+                bad("it is far too large")
+                return None
+            text = raw.read_at(0, raw.stamp.size)
+    except HeaderError as error:
+        findings.add(error.rule, file=clean(os.path.basename(path)), found=error.detail, expected=error.expected)
+        return None
+    try:
+        document: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        bad("it is not JSON")
+        return None
+    weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        bad("it has no weight_map")
+        return None
+    folder = os.path.dirname(path)
+    placed: dict[str, str] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or os.path.basename(shard) != shard or "\\" in shard or "\0" in shard or shard == "..":
+            bad("it names a file outside its folder")
+            return None
+        placed[tensor] = os.path.join(folder, shard)
+    if len(set(placed.values())) > MAX_SHARDS:
+        bad(f"it names more than {MAX_SHARDS} files")
+        return None
+    return placed
+
+
+def _foreign_file(path: str) -> str | None:
+    """A rule id when the path is a kind of file we refuse by name, without reading more than its first bytes."""
+    lower = path.lower()
+    if lower.endswith(_PICKLE_EXT):
+        return "extra.foreign.pickle"
+    try:
+        with open_raw(path) as raw:
+            magic = raw.read_at(0, min(8, raw.stamp.size))
+    except HeaderError:
+        return None  # read_header will say why
+    if magic.startswith(b"GGUF") or lower.endswith(".gguf"):
+        return "extra.foreign.gguf"
+    if magic.startswith(_PICKLE_MAGIC) and not _plausible_length(magic):
+        return "extra.foreign.pickle"
+    return None
+
+
+def _plausible_length(magic: bytes) -> bool:
+    """Whether the first eight bytes can be a header length (``PK..`` and pickle opcodes cannot, but a length of 640 looks like one)."""
+    return len(magic) == 8 and magic[4:] == b"\0\0\0\0"
+
+
+def load(given: list[str], findings: Findings) -> Checkpoint:
+    """Read the headers of all files; every unusable one becomes a fault."""
+    paths, indices = expand(given, findings)
+    checkpoint = Checkpoint(tuple(paths))
+    for path in paths:
+        base = clean(os.path.basename(path))
+        rule = _foreign_file(path)
+        if rule is not None and not (rule == "extra.foreign.pickle" and not os.path.exists(path)):
+            findings.add(rule, file=base, found=base)
+            continue
+        try:
+            header = read_header(path)
+        except HeaderError as error:
+            if error.rule == "crash.file" and not path.lower().endswith((".safetensors", ".sft")):
+                findings.add("extra.file.not_checkpoint", file=base, found=f"it does not end in .safetensors and {error.detail}")
+                continue
+            where = f"tensor {clean(error.tensor)}: " if error.tensor is not None else ""
+            findings.add(error.rule, file=base, tensor=error.tensor, found=where + error.detail, expected=error.expected)
+            continue
+        checkpoint.headers.append(header)
+        for name in header.duplicates:
+            findings.add("extra.file.duplicate_key", file=base, tensor=name, found=clean(name))
+    if len(checkpoint.headers) == 1:
+        checkpoint.tensors = checkpoint.headers[0].tensors
+    else:
+        for header in checkpoint.headers:
+            checkpoint.tensors.update(header.tensors)
+    for placed in indices.values():
+        _compare_index(placed, checkpoint, findings)
+    return checkpoint
+
+
+def _compare_index(placed: dict[str, str], checkpoint: Checkpoint, findings: Findings) -> None:
+    read = {header.path: header.tensors for header in checkpoint.headers}
+    for tensor, path in placed.items():
+        holder = read.get(path)
+        if holder is None or tensor in holder:
+            continue
+        actual = checkpoint.tensors.get(tensor)
+        findings.add(
+            "extra.shards.index_tensor",
+            tensor=tensor,
+            expected=clean(os.path.basename(path)),
+            found=f"in {clean(os.path.basename(actual.path))}" if actual else "in no shard",
+        )
+
+
+def open_checkpoint(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Checkpoint:
+    """The files of one checkpoint, for loaders and tools. Raises :class:`HeaderError` for the first file that cannot be used."""
+    findings = Findings()
+    checkpoint = load(as_paths(paths), findings)
+    if findings.refused:
+        first = findings.faults()[0]
+        raise HeaderError(first.rule, first.message, tensor=first.tensor, expected=first.expected)
+    return checkpoint

@@ -1,0 +1,114 @@
+"""Collecting faults: every one, worded from the catalogue, grouped as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .catalogue import RULES
+from .report import Fault, Group, Severity
+from .words import clean, name_of
+
+MAX_FAULTS = 20_000
+GROUP_NAMES = 3
+_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
+
+
+@dataclass
+class _Pile:
+    rule: str
+    severity: Severity
+    message: str
+    fix: str
+    count: int = 0
+    layers: list[str] = field(default_factory=list)
+
+
+class Findings:
+    """All faults of one check."""
+
+    def __init__(self) -> None:
+        self._faults: list[Fault] = []
+        self._piles: dict[tuple[str, str], _Pile] = {}
+        self.dropped = 0
+        self.faulty_layers: set[str] = set()
+
+    def add(
+        self,
+        rule: str,
+        *,
+        layer: str | None = None,
+        tensor: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        repairable: bool | None = None,
+        variant: str = "",
+        **words: str,
+    ) -> None:
+        """Record one fault. ``variant`` keeps different kinds of one rule in different groups; ``words`` fill the rule's own templates."""
+        row = RULES[rule]
+        blanks = {
+            "layer": name_of(layer) if layer is not None else "",
+            "tensor": clean(tensor) if tensor is not None else "",
+            "expected": expected or "",
+            "found": found or "",
+            "look": "",
+            "remedy": "",
+            **words,
+        }
+        message = row.message.format_map(blanks)
+        fix = row.fix.format_map(blanks).strip()
+        if row.severity == "error" and layer is not None:
+            self.faulty_layers.add(layer)
+        pile = self._piles.get((rule, variant))
+        if pile is None:
+            pile = self._piles[(rule, variant)] = _Pile(rule, row.severity, message, fix)
+        pile.count += 1
+        if layer is not None and len(pile.layers) < GROUP_NAMES and layer not in pile.layers:
+            pile.layers.append(layer)
+        if len(self._faults) >= MAX_FAULTS:
+            self.dropped += 1
+            return
+        self._faults.append(
+            Fault(
+                rule=rule,
+                severity=row.severity,
+                message=message,
+                fix=fix,
+                layer=layer,
+                tensor=tensor,
+                expected=expected,
+                found=found,
+                repairable=row.repairable if repairable is None else repairable,
+            )
+        )
+
+    @property
+    def refused(self) -> bool:
+        return any(pile.severity == "error" for pile in self._piles.values())
+
+    @property
+    def error_count(self) -> int:
+        return sum(pile.count for pile in self._piles.values() if pile.severity == "error")
+
+    def faults(self) -> tuple[Fault, ...]:
+        """Errors first, then warnings, then notices; within each in the order they were found."""
+        return tuple(sorted(self._faults, key=lambda fault: _ORDER[fault.severity]))
+
+    def groups(self) -> tuple[Group, ...]:
+        """The same fault in many layers, said once."""
+        piles = sorted(self._piles.values(), key=lambda pile: _ORDER[pile.severity])
+        return tuple(
+            Group(
+                pile.rule,
+                pile.severity,
+                pile.count,
+                tuple(pile.layers),
+                pile.message if pile.count == 1 else f"{pile.message} The same in {pile.count - 1} more.",
+                pile.fix,
+            )
+            for pile in piles
+        )
+
+    def titles(self) -> list[str]:
+        """Short plain words for the kinds of errors, in order, without repetition."""
+        return list(dict.fromkeys(RULES[pile.rule].title for pile in self._piles.values() if pile.severity == "error"))

@@ -1,0 +1,85 @@
+"""``float8_e4m3fn`` and ``float8_e5m2``: 8-bit float codes (N, K) and one scale for the layer.
+
+    W[n, k] = f8(weight[n, k]) * weight_scale          activations: static with input_scale, dynamic without
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import WIDE_FLOATS, count
+from ..header import TensorInfo
+from ..layer import Layer, Understood, look, typed
+from ..words import dims
+from .base import Format
+
+MAX_VALUE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_DTYPE = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+
+
+def _check(layer: Layer, name: str) -> Understood | None:
+    weight, scale = layer.need("weight"), layer.need("weight_scale")
+    if weight.dtype != _DTYPE[name]:
+        layer.fault("extra.fp8.dtype", tensor=weight.name, expected=_DTYPE[name], found=weight.dtype)
+    if len(weight.shape) != 2:
+        layer.fault("extra.fp8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+    _scale(layer, "weight_scale", scale)
+    given = layer.tensor("input_scale")
+    if given is not None:
+        _input_scale(layer, given)
+    layer.no_rotation("FP8")
+    full_precision = layer.full_precision()
+    layer.nested_params({"convrot": False})
+    if not layer.sound:
+        return None
+    layer.read("weight_scale", scale, reach=MAX_VALUE[name])
+    tensors = {"weight": weight.name, "weight_scale": scale.name}
+    if given is not None:
+        layer.read("input_scale", given)
+        tensors["input_scale"] = given.name
+    annotations: dict[str, Any] = {
+        "activation_scheme": "dynamic" if given is None else "static",
+        "full_precision_matrix_mult": full_precision,
+    }
+    n, k = weight.shape
+    return Understood((n, k), annotations, tensors)
+
+
+def _scale(layer: Layer, suffix: str, scale: TensorInfo) -> None:
+    if scale.dtype not in WIDE_FLOATS:
+        layer.fault("extra.fp8.scale_dtype", tensor=scale.name, expected="F32", found=scale.dtype)
+    elif scale.dtype != "F32":
+        layer.remark("extra.fp8.scale_narrow", tensor=suffix, expected="F32", found=scale.dtype)
+        layer.notes.append(f"{suffix} stored as {scale.dtype}")
+    if scale.shape in ((), (1,)):
+        return
+    if layer.compatible and count(scale.shape) == 1:
+        layer.dialect(f"{suffix} of shape {dims(scale.shape)} read as one value", "scale shape")
+        return
+    layer.fault(
+        "extra.fp8.scale_shape",
+        tensor=scale.name,
+        expected="() or (1,)",
+        found=dims(scale.shape),
+        repairable=count(scale.shape) == 1,
+    )
+
+
+def _input_scale(layer: Layer, given: TensorInfo) -> None:
+    if given.dtype not in WIDE_FLOATS or count(given.shape) != 1:
+        layer.fault("extra.fp8.input_scale", tensor=given.name, expected="one F32 value", found=typed(given))
+    elif given.dtype != "F32":
+        layer.remark("extra.fp8.scale_narrow", tensor="input_scale", expected="F32", found=given.dtype)
+
+
+def check_e4m3(layer: Layer) -> Understood | None:
+    return _check(layer, "float8_e4m3fn")
+
+
+def check_e5m2(layer: Layer) -> Understood | None:
+    return _check(layer, "float8_e5m2")
+
+
+_REQUIRED, _OPTIONAL = ("weight", "weight_scale"), ("input_scale", "bias")
+E4M3FN = Format("float8_e4m3fn", _REQUIRED, _OPTIONAL, check_e4m3)
+E5M2 = Format("float8_e5m2", _REQUIRED, _OPTIONAL, check_e5m2, reference=False)

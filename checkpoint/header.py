@@ -1,0 +1,295 @@
+"""Reading the header of one safetensors file, which is hostile until proved sound.
+
+Layout of the format: 8 bytes little-endian header length, the JSON header, then the data area. Every tensor names its dtype, shape
+and byte range in the data area; the ranges must tile the area exactly. All limits here bound time and memory before any
+object is built from the file's content; a refusal is a :class:`HeaderError`, never another exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from .dtypes import BITS
+
+MAX_HEADER = 16 << 20
+"""Largest header we read, in bytes. The largest published checkpoints stay under 1 MB."""
+FORMAT_MAX_HEADER = 100_000_000
+"""The limit of the safetensors format itself."""
+MAX_CONTAINERS = 1_100_000
+MAX_COMMAS = 2_500_000
+MAX_RANK = 32
+_MAX_DIM = 1 << 63
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a file: ``start`` and ``stop`` are absolute byte offsets in ``path``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    path: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class HeaderError(ValueError):
+    """The file cannot be used. ``rule`` is the catalogue's rule id; ``detail`` says what is wrong, in plain words."""
+
+    def __init__(self, rule: str, detail: str, *, tensor: str | None = None, expected: str | None = None) -> None:
+        super().__init__(detail)
+        self.rule = rule
+        self.detail = detail
+        self.tensor = tensor
+        self.expected = expected
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What identifies one state of a file: the cache's key, and the proof that it did not change while it was read."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A sound header."""
+
+    path: str
+    stamp: Stamp
+    data_start: int
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    duplicates: tuple[str, ...] = field(default=())
+
+
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+class RawFile:
+    """Positioned reads from one open regular file."""
+
+    def __init__(self, fd: int, path: str, stamp: Stamp) -> None:
+        self._fd = fd
+        self.path = path
+        self.stamp = stamp
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Exactly ``size`` bytes at ``offset``; :class:`HeaderError` when the file ends before."""
+        try:
+            data = self._read(offset, size)
+        except OSError as error:
+            raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
+        if len(data) != size:
+            raise HeaderError("crash.file", f"it ended after {offset + len(data)} bytes while {offset + size} were expected")
+        return data
+
+    if hasattr(os, "pread"):
+
+        def _read(self, offset: int, size: int) -> bytes:
+            data = os.pread(self._fd, size, offset)
+            while 0 < len(data) < size:  # the kernel caps one read at 2 GiB, and a signal may cut it short
+                more = os.pread(self._fd, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+            return data
+    else:  # Windows
+
+        def _read(self, offset: int, size: int) -> bytes:
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            data = os.read(self._fd, size)
+            while 0 < len(data) < size:
+                more = os.read(self._fd, size - len(data))
+                if not more:
+                    break
+                data += more
+            return data
+
+
+@contextmanager
+def open_raw(path: str) -> Iterator[RawFile]:
+    """Open a regular file for positioned reads. Never blocks on a pipe or a device."""
+    try:
+        fd = os.open(path, _OPEN_FLAGS)
+    except FileNotFoundError:
+        raise HeaderError("extra.file.not_found", "there is no such file") from None
+    except IsADirectoryError:
+        raise HeaderError("extra.file.special", "it is a folder") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENXIO, errno.ENODEV):
+            raise HeaderError("extra.file.special", "it is not a regular file (a pipe, socket or device)") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise HeaderError("extra.file.unreadable", f"opening it failed: {reason}") from error
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISDIR(info.st_mode):
+            raise HeaderError("extra.file.special", "it is a folder")
+        if not stat.S_ISREG(info.st_mode):
+            raise HeaderError("extra.file.special", "it is not a regular file (a pipe, socket or device)")
+        yield RawFile(fd, path, Stamp(info.st_size, info.st_mtime_ns, info.st_ino))
+    finally:
+        os.close(fd)
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read and validate the header of one safetensors file.
+
+    Raises :class:`HeaderError` (with the catalogue's rule id) when the file is missing, special, damaged or hostile.
+    """
+    name = os.fspath(path)
+    with open_raw(name) as raw:
+        return _read(raw)
+
+
+def _damaged(detail: str, tensor: str | None = None) -> NoReturn:
+    raise HeaderError("crash.file", detail, tensor=tensor)
+
+
+def _read(raw: RawFile) -> Header:
+    size = raw.stamp.size
+    if size < 8:
+        _damaged("it is empty" if size == 0 else f"it is only {size} bytes long")
+    length = int.from_bytes(raw.read_at(0, 8), "little")
+    start = 8 + length
+    if start > size or length > FORMAT_MAX_HEADER:
+        _damaged(
+            f"it claims a header of {length} bytes in a file of {size} bytes: it is no safetensors file, or a download was cut short"
+        )
+    if length > MAX_HEADER:
+        raise HeaderError("extra.file.header_size", f"a header of {length} bytes", expected=f"at most {MAX_HEADER} bytes")
+    text = raw.read_at(8, length)
+    if text.count(b"{") + text.count(b"[") > MAX_CONTAINERS or text.count(b",") > MAX_COMMAS:
+        raise HeaderError(
+            "extra.file.header_size",
+            "a header with millions of entries",
+            expected=f"at most {MAX_CONTAINERS} objects and lists",
+        )
+    document = _parse(text)
+    duplicates: tuple[str, ...] = ()
+    metadata = _metadata(document.pop("__metadata__", None))
+    if text.count(b'"dtype"') != len(document):
+        duplicates = _duplicates(text)
+    tensors = _tensors(document, start, size, raw.path)
+    return Header(raw.path, raw.stamp, start, tensors, metadata, duplicates)
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _damaged(f"the header is not UTF-8 text (byte {error.start})")
+    try:
+        document = json.loads(decoded, parse_constant=_constant)
+    except RecursionError:
+        _damaged("the header is nested too deeply")
+    except ValueError as error:
+        _damaged(f"the header is not JSON ({error})"[:200])
+    if not isinstance(document, dict):
+        _damaged("the header is not a JSON object")
+    if "\\u" in decoded:
+        _no_lone_surrogates(document)
+    return document
+
+
+def _no_lone_surrogates(document: dict[str, Any]) -> None:
+    """JSON escapes can spell half a surrogate pair, which is no text: such a name could not be printed or stored."""
+    for name in document:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            _damaged("a tensor name is not valid text")
+
+
+def _duplicates(text: bytes) -> tuple[str, ...]:
+    """Names that occur twice at the top level (JSON keeps the last without a word)."""
+    found: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            seen: set[str] = set()
+            for key, value in items:
+                if key in seen and isinstance(value, dict):
+                    found.append(key)
+                seen.add(key)
+        return result
+
+    json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+    return tuple(dict.fromkeys(found))
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
+        _damaged("the file's metadata is not a table of texts")
+    return value
+
+
+def _tensors(document: dict[str, Any], data_start: int, size: int, path: str) -> dict[str, TensorInfo]:
+    area = size - data_start
+    bits_of = BITS
+    tensors: dict[str, TensorInfo] = {}
+    ranges: list[tuple[int, int, str]] = []
+    in_order = True
+    previous = 0
+    for name, entry in document.items():
+        try:
+            dtype = entry["dtype"]
+            shape = entry["shape"]
+            begin, end = entry["data_offsets"]
+        except (TypeError, KeyError, ValueError, IndexError):
+            _damaged("its entry is incomplete (dtype, shape and data_offsets are needed)", name)
+        if type(dtype) is not str or dtype not in bits_of:
+            _damaged(f"unknown dtype {dtype[:40]!r}" if type(dtype) is str else "its dtype is no text", name)
+        if type(shape) is not list or type(begin) is not int or type(end) is not int or len(shape) > MAX_RANK:
+            _damaged("its shape or data_offsets are not lists of whole numbers", name)
+        elements = 1
+        for dim in shape:
+            if type(dim) is not int or not 0 <= dim < _MAX_DIM:
+                _damaged("its shape is not a list of whole numbers", name)
+            elements *= dim
+            if elements >= _MAX_DIM:
+                _damaged("its shape overflows", name)
+        if not 0 <= begin <= end <= area:
+            _damaged(
+                f"its data lies at bytes {str(begin)[:24]} to {str(end)[:24]} of a data area of {area} bytes: the file is cut short or damaged",
+                name,
+            )
+        bits = elements * bits_of[dtype]
+        if bits & 7 or bits >> 3 != end - begin:
+            _damaged(f"{dtype} {shape} needs {bits / 8:g} bytes, but its data has {end - begin}"[:300], name)
+        if begin != previous:
+            in_order = False
+        previous = end
+        ranges.append((begin, end, name))
+        tensors[name] = TensorInfo(name, dtype, tuple(shape), data_start + begin, data_start + end, path)
+    if not in_order:
+        ranges.sort()
+        previous = 0
+        for begin, end, name in ranges:
+            if begin != previous:
+                _damaged(
+                    f"its data {'overlaps another tensor' if begin < previous else 'leaves a gap'} at byte {min(begin, previous)}", name
+                )
+            previous = end
+    if previous != area:
+        _damaged(f"{area - previous} bytes follow the last tensor: the file is damaged or was written by a broken tool")
+    return tensors

@@ -1,0 +1,224 @@
+"""One declared layer while it is being checked: its declaration, its tensors, and the words for what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .dtypes import WIDE_FLOATS
+from .findings import Findings
+from .header import TensorInfo
+from .report import DeclaredBy
+from .words import dims, show
+
+NESTED_KEYS = ("convrot", "convrot_groupsize", "group_size", "linear_dtype")
+"""Settings that ComfyUI also looks for in a nested ``params`` object."""
+
+SCALE_SUFFIXES = (
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "pre_quant_scale",
+    "weight_s_rel",
+    "weight_s_channel",
+    "weight_codebook",
+    "weight_correction",
+    "scale_weight",
+    "scale_input",
+)
+"""Tensor suffixes that mean nothing unless a declaration uses them."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A float tensor whose values the check looks at.
+
+    ``signed`` tensors (codebook, pre_quant_scale, correction) may hold zero and negative values. ``reach`` times the largest value is
+    the largest weight that it can make (0: not a weight scale). ``exactly_one`` is Quanto's rule for auxiliary scales.
+    """
+
+    layer: str
+    tensor: TensorInfo
+    suffix: str
+    signed: bool = False
+    reach: float = 0.0
+    exactly_one: bool = False
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What a format made of a sound layer."""
+
+    shape: tuple[int, int]
+    annotations: dict[str, Any]
+    tensors: dict[str, str]
+
+
+@dataclass
+class Layer:
+    """A declared layer under check. ``aliases`` maps canonical suffixes to a dialect's spelling."""
+
+    prefix: str
+    conf: Mapping[str, Any]
+    by: DeclaredBy
+    table: Mapping[str, TensorInfo]
+    findings: Findings
+    compatible: bool
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    sound: bool = True
+
+    def tensor(self, suffix: str) -> TensorInfo | None:
+        """The layer's tensor with this canonical suffix; it counts as used by the declaration."""
+        suffix = self.aliases.get(suffix, suffix)
+        self.used.add(suffix)
+        return self.table.get(f"{self.prefix}.{suffix}")
+
+    def need(self, suffix: str) -> TensorInfo:
+        """As :meth:`tensor`, for one whose presence was checked."""
+        return self.table[f"{self.prefix}.{self.aliases.get(suffix, suffix)}"]
+
+    def fault(self, rule: str, **words: Any) -> None:
+        """Record an error of this layer."""
+        self.sound = False
+        self.findings.add(rule, layer=self.prefix, **words)
+
+    def remark(self, rule: str, **words: Any) -> None:
+        """Record a warning or notice of this layer."""
+        self.findings.add(rule, layer=self.prefix, **words)
+
+    def dialect(self, found: str, variant: str) -> None:
+        """Record what compatible understood."""
+        self.notes.append(found)
+        self.findings.add("extra.dialect", layer=self.prefix, found=found, variant=variant)
+
+    def read(self, suffix: str, tensor: TensorInfo, *, signed: bool = False, reach: float = 0.0) -> None:
+        self.reads.append(Read(self.prefix, tensor, suffix, signed, reach))
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A setting of the declaration; compatible falls back to the nested ``params``, as ComfyUI does."""
+        if key in self.conf:
+            return self.conf[key]
+        if self.compatible and key in NESTED_KEYS:
+            params = self.conf.get("params")
+            if isinstance(params, Mapping) and key in params:
+                return params[key]
+        return default
+
+    def nested_params(self, effective: Mapping[str, Any]) -> None:
+        """Check the nested ``params`` against the settings in effect (``effective``: only those this format reads)."""
+        params = self.conf.get("params")
+        if not isinstance(params, Mapping):
+            return
+        for key, value in effective.items():
+            if key not in params or value is None:
+                continue
+            nested = params[key]
+            if same(nested, value):
+                if self.compatible and key not in self.conf:
+                    self.dialect(f"{key} {show(nested)} read from nested params", "params")
+                continue
+            self.fault(
+                "extra.params.contradict",
+                expected=f"{key} {show(value)}" + ("" if key in self.conf else " (by default)"),
+                found=f"{key} {show(nested)}",
+            )
+
+    def whole_number(self, key: str, default: int) -> int | None:
+        """An integer setting, or None (with a fault) when its kind is wrong but the reference's ``int()`` would have let it pass."""
+        value = self.setting(key, default)
+        number = plain_int(value, lenient=self.compatible)
+        if number is None:
+            self.fault("extra.value.type", found=show(value), expected="a whole number", setting=key)
+        return number
+
+    def flag(self, key: str) -> bool | None:
+        """A setting that changes what the weight means: true, false, null or absent; anything else is a fault."""
+        value = self.setting(key)
+        if value is None:
+            return False
+        if isinstance(value, bool):
+            return value
+        if self.compatible and type(value) in (int, float) and value in (0, 1):
+            self.dialect(f"{key} {show(value)} read as {show(bool(value))}", "flag")
+            return bool(value)
+        self.fault("extra.value.type", found=show(value), expected="true or false", setting=key)
+        return None
+
+    def full_precision(self) -> bool:
+        """``full_precision_matrix_mult``: any truthy value counts, as ComfyUI reads it."""
+        value = self.setting("full_precision_matrix_mult")
+        if value is not None and not isinstance(value, bool):
+            self.remark(
+                "extra.flag.type", setting="full_precision_matrix_mult", found=show(value), expected=show(bool(value))
+            )
+        return bool(value)
+
+    def no_rotation(self, format_name: str) -> None:
+        """Formats without rotation must not claim one."""
+        if self.setting("convrot"):
+            self.fault("extra.convrot.unsupported", found=show(self.setting("convrot")), expected=f"{format_name} weights are never rotated")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of JSON values that cannot fail: too deep to compare counts as different."""
+    try:
+        return bool(a == b)
+    except RecursionError:
+        return False
+
+
+def plain_int(value: Any, *, lenient: bool) -> int | None:
+    """A whole number written as one: 64 or 64.0, and when lenient "64"; never true, 64.9 or other spellings."""
+    if type(value) is int:
+        return value
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if lenient and type(value) is str and value.isascii() and value.strip().isdigit() and len(value) < 12:
+        return int(value)
+    return None
+
+
+def coerced_int(value: Any) -> int | None:
+    """``int(value)`` as the reference does it; None where that raises."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def is_power_of_four(value: int) -> bool:
+    """Sizes for which the rotation exists: 4, 16, 64, 256, ..."""
+    return value >= 4 and value & (value - 1) == 0 and value.bit_length() % 2 == 1
+
+
+def look(shape: tuple[int, ...]) -> str:
+    """What a weight of the wrong rank probably is."""
+    if len(shape) == 3:
+        return f" (a bank of {shape[0]} experts, or a 1D convolution)"
+    if len(shape) == 4:
+        return " (a 2D convolution kernel)"
+    if len(shape) == 5:
+        return " (a 3D convolution kernel)"
+    if len(shape) < 2:
+        return " (a norm, a bias or a lookup table)"
+    return ""
+
+
+def typed(tensor: TensorInfo) -> str:
+    """``F32 (8, 1)``."""
+    return f"{tensor.dtype} {dims(tensor.shape)}"
+
+
+def narrow(tensor: TensorInfo) -> bool:
+    """A 16-bit or 64-bit float that F32 can stand in for."""
+    return tensor.dtype in WIDE_FLOATS and tensor.dtype != "F32"
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
