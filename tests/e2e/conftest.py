@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,12 @@ def render(server: ComfyServer) -> Render:
 
 
 @pytest.fixture(scope="session")
+def rendered(render: Render) -> Callable[[str], tuple[PromptRun, torch.Tensor]]:
+    """The run and the latent of a quantised file under the node's defaults; each file is run once."""
+    return functools.cache(lambda quantizer: render(workflows.quant_loader(fixtures.file_name(quantizer))))
+
+
+@pytest.fixture(scope="session")
 def reference(render: Render) -> torch.Tensor:
     """The latent of the 16-bit model, loaded by ComfyUI's own node."""
     return render(workflows.stock_loader(fixtures.REFERENCE))[1]
@@ -98,7 +105,7 @@ def reference(render: Render) -> torch.Tensor:
 
 @pytest.fixture
 def work_done(server: ComfyServer) -> Callable[[], str]:
-    """What the server did since the test began: prompts that were queued, models that were loaded; empty for nothing."""
+    """What the server did since the test began: prompts queued, models loaded; empty when it did nothing."""
     log_before, history_before = len(server.log()), set(server.client.get("/history"))
 
     def done() -> str:
