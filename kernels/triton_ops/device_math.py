@@ -53,34 +53,30 @@ def rotate_groups(x: tl.tensor, ROTATION: tl.constexpr) -> tl.tensor:
     number the chunks of a group and lie across threads; there H4 = ones - 2 P, P reversing the digit, is split as (ones - 2 I) P: the
     caller applies P for nothing by loading the chunks of a group in reversed order (`reversed_chunk`), and ones - 2 I needs no permutation.
     """
-    if ROTATION == 1:
-        return x
     rows: tl.constexpr = x.shape[0]
     chunks: tl.constexpr = x.shape[1]
     n: tl.constexpr = rows * chunks
-    y = _hadamard4_last(x.reshape(n * 4, 4))
-    y = y.reshape(n, 4, 4).trans(0, 2, 1)
-    y = _hadamard4_last(y.reshape(n * 4, 4))
-    y = y.reshape(n, 4, 4).trans(0, 2, 1)
+    if ROTATION > 1:
+        x = _hadamard4_last(x.reshape(n * 4, 4))
+        x = x.reshape(n, 4, 4).trans(0, 2, 1)
+        x = _hadamard4_last(x.reshape(n * 4, 4))
+        x = x.reshape(n, 4, 4).trans(0, 2, 1)
     if ROTATION == 16:
-        y = y * 0.25
-    elif ROTATION == 64:
-        y = y.reshape(n // 4, 4, 16)
-        y = (tl.sum(y, axis=1, keep_dims=True) - 2 * y) * 0.125
-    else:
-        tl.static_assert(ROTATION == 256)
-        y = y.reshape(n // 16, 4, 4, 16)
-        y = tl.sum(y, axis=2, keep_dims=True) - 2 * y
-        y = (tl.sum(y, axis=1, keep_dims=True) - 2 * y) * 0.0625
-    return y.reshape(rows, chunks, 16)
+        x = x * 0.25
+    if ROTATION == 64:
+        x = x.reshape(n // 4, 4, 16)
+        x = (tl.sum(x, axis=1, keep_dims=True) - 2 * x) * 0.125
+    if ROTATION == 256:
+        x = x.reshape(n // 16, 4, 4, 16)
+        x = tl.sum(x, axis=2, keep_dims=True) - 2 * x
+        x = (tl.sum(x, axis=1, keep_dims=True) - 2 * x) * 0.0625
+    return x.reshape(rows, chunks, 16)
 
 
 @triton.jit
 def reversed_chunk(chunk: tl.tensor, ROTATION: tl.constexpr) -> tl.tensor:
     """Index of the 16-element chunk to load in the place of ``chunk`` ahead of `rotate_groups`."""
-    if ROTATION <= 16:
-        return chunk
-    return chunk ^ (ROTATION // 16 - 1)
+    return chunk ^ (ROTATION // 16 - 1) if ROTATION > 16 else chunk
 
 
 @triton.jit

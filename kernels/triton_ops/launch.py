@@ -58,3 +58,13 @@ def check_rotation(rotation: int, K: int) -> None:
         raise ValueError(f"rotation: expected 1, 16, 64 or 256, found {rotation}")
     if K % rotation:
         raise ValueError(f"rotation: expected a divisor of K = {K}, found {rotation}")
+
+
+def device_arch(device: torch.device) -> tuple[str, int]:
+    """("sm_86" or "gfx1100", number of multiprocessors). Interpreted CPU tensors get a small GPU's name, to run its tiles."""
+    if device.type != "cuda":
+        return "sm_86", 1
+    properties = torch.cuda.get_device_properties(device)
+    gcn = getattr(properties, "gcnArchName", "")
+    arch = gcn.partition(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+    return arch, properties.multi_processor_count
