@@ -17,7 +17,7 @@ class ComfyRunError(RuntimeError):
     """`comfy run` failed; `error` is the error object of its JSON answer."""
 
     def __init__(self, error: dict[str, Any]) -> None:
-        super().__init__(str(error.get("message", error)))
+        super().__init__(" - ".join(str(error[key]) for key in ("message", "hint") if error.get(key)) or str(error))
         self.error = error
 
     @property

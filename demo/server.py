@@ -9,6 +9,7 @@ The ComfyUI source tree is only read: every folder that the server writes to lie
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from .paths import CACHE, CHECKOUT, comfyui_tree
 
 PACK_FOLDER = "quant-loader"
 LOG_TAIL_LINES = 25
+FAILED_IMPORT = re.compile(r"IMPORT FAILED|Cannot import|Error while calling comfy_entrypoint")
 PACK_COPY_IGNORES = (".git", ".venv", ".cache", "demo-output", "__pycache__", "*.egg-info", "node_modules")
 
 
@@ -114,6 +116,7 @@ class ComfyServer:
         self._process = self._launch(tree)
         try:
             self._wait_until_up()
+            self._check_pack()
         except BaseException:
             self.stop()
             raise
@@ -198,6 +201,12 @@ class ComfyServer:
                 )
             time.sleep(0.25)
         self.ensure_alive()  # a foreign server that took the port in between would have answered
+
+    def _check_pack(self) -> None:
+        """ComfyUI starts without a pack that fails to import, and only its log says so."""
+        complaints = [line for line in self.log().splitlines() if PACK_FOLDER in line and FAILED_IMPORT.search(line)]
+        if self.with_pack and complaints:
+            raise ServerError("ComfyUI could not import Quant Loader:\n" + "\n".join(complaints))
 
     def _log_tail(self) -> str:
         return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])

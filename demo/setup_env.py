@@ -148,6 +148,11 @@ def run_step(step: str, command: list[str]) -> None:
         raise explain("".join(tail), step)
 
 
+def has_torch() -> bool:
+    """Whether the large part of the environment is there."""
+    return any(VENV.glob("lib/*/site-packages/torch")) or (VENV / "Lib/site-packages/torch").exists()
+
+
 def make_venv() -> None:
     """Creates `.venv` unless a working one is there; replaces one that an interrupted run left half made."""
     if venv_python().exists():
@@ -225,7 +230,8 @@ def stamp_of(requirements: list[str]) -> str:
 
 def install(requirements: list[str]) -> None:
     """Installs torch, ComfyUI's requirements and this pack (editable, dev and demo extras) in one resolution."""
-    say("  Installing PyTorch, ComfyUI's requirements and Quant Loader (about 3 GB to download, 7 GB on disk when new)")
+    size = "what is missing" if has_torch() else "about 3 GB to download, 7 GB on disk"
+    say(f"  Installing PyTorch, ComfyUI's requirements and Quant Loader ({size})")
     pip = [str(venv_python()), "-m", "pip", "install", "--progress-bar", "off"]
     run_step("Installing", [*pip, *TORCH, *requirements, "--editable", f"{CHECKOUT}[dev,demo]"])
 
@@ -233,10 +239,9 @@ def install(requirements: list[str]) -> None:
 def main() -> None:
     started = time.monotonic()
     check_python()
-    has_torch = any(VENV.glob("lib/*/site-packages/torch")) or (VENV / "Lib/site-packages/torch").exists()
     if not STAMP.exists():
         say(f"Setting up in {CHECKOUT} (Python {platform.python_version()}); this is quick from the second time on.")
-        check_space(TOP_UP_BYTES if has_torch else FRESH_BYTES)
+        check_space(TOP_UP_BYTES if has_torch() else FRESH_BYTES)
     make_venv()
     requirements = requirements_of(comfyui_tree())
     stamp = stamp_of(requirements)

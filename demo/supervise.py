@@ -6,6 +6,7 @@ when the holder is killed. So a ComfyUI server never outlives the demo or the te
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -26,7 +27,8 @@ def main(command: list[str]) -> int:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def watch_lifeline() -> None:
-        sys.stdin.buffer.read()  # returns when the other end is closed
+        while os.read(0, 4096):  # empty once the other end is closed
+            pass
         stop(process)
 
     threading.Thread(target=watch_lifeline, daemon=True).start()
