@@ -1,0 +1,125 @@
+"""What every format offers to the dispatcher."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..routes import Execution, Route
+from ..spec import Spec
+from . import quantize
+from .products import CodeRows, FloatRows
+from .rotation import preferred_group, rotate
+
+Tensors = Mapping[str, Tensor]
+
+
+class Decoded(NamedTuple):
+    """Row access to a decoded weight: ``rows(start, stop)`` is float32 [n, columns]; ``N`` rows are stored, in the
+    basis rotated by ``group`` (0: not rotated)."""
+
+    rows: FloatRows
+    N: int
+    columns: int
+    group: int = 0
+
+
+class Format(ABC):
+    """One quantisation format: decoding, reference maths, the operator that inference calls, and what can run it.
+
+    ``tensors`` maps suffixes as in the file ("weight", "weight_scale", ...) to tensors, in any of the dialects' shapes
+    and dtypes. ``spec.shape`` is the logical (N, K). A weight may be stored with more rows or columns (padding): N rows
+    of the result are kept, and x is padded with zeros to the stored columns.
+    """
+
+    #: As layers declare it.
+    name: str
+    #: Of the operator ``quant_loader::<operator>``.
+    operator: str
+    #: What can run it, best first within each execution. Every execution ends in a torch route that always fits.
+    routes: ClassVar[tuple[Route, ...]]
+
+    def int8_is_native(self, spec: Spec) -> bool:
+        """Whether the format's own arithmetic is INT8 already, so that the ``int8`` execution is ``native``."""
+        return False
+
+    @abstractmethod
+    def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
+        """Row access to the decoded weight."""
+
+    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
+        """Row access to the weight's own INT8 codes and their rotation group, where the format has such codes."""
+        return None
+
+    @abstractmethod
+    def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
+        """The format's own arithmetic on float32 x [M, columns]: float32 [M, stored rows], without bias."""
+
+    @abstractmethod
+    def linear(
+        self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
+    ) -> Tensor:
+        """Call the format's operator; ``backends`` is the ladder of a plan."""
+
+    def input(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """The activation the weight acts on: smoothed, where the format knows that."""
+        return x
+
+    def dequantize(self, spec: Spec, tensors: Tensors) -> Tensor:
+        """The dense weight, float32 ``[rows, columns]`` as stored (padding included), in the UNROTATED basis."""
+        rows, N, _, group = self.decoded(spec, tensors)
+        return rotate(rows(0, N), group)
+
+    def reference(self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution) -> Tensor:
+        """The linear by the formulas of the rules, float32 throughout, nothing clever: ``[..., N]``."""
+        weight = self.dequantize(spec, tensors)
+        x2 = self.input(x.to(torch.float32), tensors).reshape(-1, x.shape[-1])
+        x2 = pad_inputs(x2, weight.shape[1])
+        if execution == "exact":
+            y = x2 @ weight.t()
+        elif execution == "int8" and self.int8_codes(spec, tensors) is None:
+            group = preferred_group(weight.shape[1])
+            y = reference_int8(x2, *quantize.int8_rows(rotate(weight, group)), group)
+        elif execution == "int8":
+            y = self.reference_int8_codes(x2, spec, tensors, weight.shape[0])
+        else:
+            y = self.reference_native(x2, spec, tensors)
+        y = y[:, : spec.shape[0]]
+        if bias is not None:
+            y = y + bias.to(torch.float32)
+        return y.reshape(*x.shape[:-1], spec.shape[0])
+
+    def reference_int8_codes(self, x: Tensor, spec: Spec, tensors: Tensors, N: int) -> Tensor:
+        """INT8 arithmetic on the format's own codes."""
+        found = self.int8_codes(spec, tensors)
+        assert found is not None
+        rows, group = found
+        return reference_int8(x, *rows(0, N), group)
+
+    def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
+        """Rows of the dense weight, float32 ``[*index.shape, K]``. Formats that can decode single rows override this."""
+        return torch.nn.functional.embedding(index, self.dequantize(spec, tensors)[:, : spec.shape[1]])
+
+
+def reference_int8(x: Tensor, codes: Tensor, scale: Tensor, group: int, bits: int = 8) -> Tensor:
+    """The INT8 linear on codes: float32 [M, N] of float32 x [M, K], int8 codes [N, K], scale [] or [N, 1]. The sums are
+    exact (float64).
+    """
+    quantised, s_row = (quantize.int8_rows if bits == 8 else quantize.int4_rows)(rotate(x, group))
+    sums = (quantised.to(torch.float64) @ codes.to(torch.float64).t()).to(torch.float32)
+    return sums * (s_row * scale.reshape(1, -1))
+
+
+def pad_inputs(x: Tensor, columns: int) -> Tensor:
+    """``x`` with zeros up to the columns a padded weight is stored with."""
+    missing = columns - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing > 0 else x
+
+
+def scaled_rows(codes: Tensor, scale: Tensor) -> FloatRows:
+    """Row access to ``codes * scale``: codes [N, K] of any dtype, scale float32 [] or [N, 1]."""
+    return lambda start, stop: codes[start:stop].to(torch.float32).mul_(scale[start:stop] if scale.dim() else scale)

@@ -1,0 +1,212 @@
+"""``float8_e4m3fn`` and ``float8_e5m2``: one byte a weight, one scale for the tensor or one an output row.
+
+Weight: ``W = e4m3 * weight_scale`` (no scale tensor: 1). Native linear: ``xq = e4m3(clamp(x / s, -448, 448))``, ``y =
+xq codes^T * (s * weight_scale) + bias`` with ``s = input_scale`` where the file has one, else ``max|x| / 448``.
+(ComfyUI uses ``s = 1`` there, which clips activations beyond 448 and rounds small ones away.) Layers that say
+``full_precision_matrix_mult`` keep x as it is. For e5m2 weights the activation is e4m3 as well, always with the dynamic
+scale: the finer grid, and the pair that hardware multiplies. Source: RULES section 4, "FP8"; torch ``scaled_mm``.
+
+Tensors: ``weight`` float8 (or U8) [N, K]; ``weight_scale`` [] / [1] / [N] / [N, 1]; ``input_scale`` [] / [1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..facts import DeviceFacts
+from ..operators import operator
+from ..retire import run
+from ..routes import Execution, Route, all_of, always_slow, carried, inputs_divisible, outputs_divisible
+from ..spec import Spec
+from . import quantize
+from .base import Decoded, Format, Tensors, scaled_rows
+from .int8 import (
+    CARRIED_ROUTES,
+    EXACT,
+    kitchen_codes,
+    triton_codes,
+)
+from .int8_rows import carry
+from .products import dense_linear, flatten, int8_linear, values_linear
+from .rotation import preferred_group
+from .scales import as_float8, optional, required, row_scale, scalar
+
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@operator(
+    "fp8_linear",
+    "(Tensor x, Tensor qweight, Tensor? scale, Tensor? input_scale, Tensor? bias, int out_features, str codes, str execution, "
+    "str backends) -> Tensor",
+)
+def _fp8_linear(
+    x: Tensor,
+    qweight: Tensor,
+    scale: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    codes: str,
+    execution: str,
+    backends: str,
+) -> Tensor:
+    weight, factor = canonical(qweight, scale, _CODES[codes])
+    weight, factor = weight[:out_features], factor[:out_features] if factor.dim() else factor
+    static = None if input_scale is None or codes == "e5m2" else scalar(input_scale)
+    return run(f"fp8_linear ({execution})", backends, _BODIES[execution], x, weight, factor, static, bias)
+
+
+def canonical(qweight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(float8 codes [N, K], float32 scale [] or [N, 1])."""
+    codes = as_float8(qweight, dtype)
+    factor = (
+        torch.ones((), dtype=torch.float32, device=qweight.device)
+        if scale is None
+        else row_scale(scale, qweight.shape[0])
+    )
+    return codes, factor
+
+
+def _torch_exact(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+    return dense_linear(x, weight.shape[0], scaled_rows(weight, scale), 0, bias)
+
+
+def _torch_native(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+    s = quantize.fp8_scale(x) if static is None else static
+    ladder = "scaled_mm,float32" if _has_scaled_mm(x, weight) else "float32"
+    return run("fp8 product", ladder, {"scaled_mm": _scaled_mm, "float32": _emulated}, x, s, weight, scale, bias)
+
+
+def _emulated(x: Tensor, s: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def factor(start: int, stop: int) -> Tensor:
+        return s * (scale[start:stop].reshape(1, -1) if scale.dim() else scale)
+
+    values = quantize.fp8(flatten(x), s).to(torch.float32)
+    return values_linear(x, values, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32), factor, bias)
+
+
+def _has_scaled_mm(x: Tensor, weight: Tensor) -> bool:
+    if x.device.type != "cuda" or torch.version.hip is not None or not x.numel():
+        return False
+    N, K = weight.shape
+    return torch.cuda.get_device_capability(x.device) >= (8, 9) and K % 16 == 0 and N % 16 == 0
+
+
+def _scaled_mm(x: Tensor, s: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The FP8 tensor cores, through torch."""
+    out_dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    # Row scales are applied to the product: torch's row-wise recipe gives bfloat16 only and wants a scale per token as
+    # well.
+    rowwise = scale.dim() > 0
+    product_dtype = torch.float32 if rowwise else out_dtype
+    fused = bias if bias is not None and not rowwise and out_dtype != torch.float32 else None
+    y = torch._scaled_mm(
+        quantize.fp8(flatten(x), s),
+        weight.contiguous().t(),
+        scale_a=s.reshape(1, 1),
+        scale_b=torch.ones_like(s).reshape(1, 1) if rowwise else scale.reshape(1, 1),
+        bias=None if fused is None else fused.to(out_dtype),
+        out_dtype=product_dtype,
+        use_fast_accum=False,
+    )
+    if rowwise:
+        y = y * scale.reshape(1, -1)
+    if bias is not None and fused is None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _torch_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+    group = preferred_group(weight.shape[1])
+    return int8_linear(x, weight.shape[0], carry(scaled_rows(weight, scale), group), group, bias)
+
+
+def _kitchen_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+    group = preferred_group(weight.shape[1])
+    return kitchen_codes(x, weight.shape[0], carry(scaled_rows(weight, scale), group), bias, group)
+
+
+def _triton_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+    from ..triton_ops.transcode import fp8_to_int8
+
+    group = preferred_group(weight.shape[1])
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        codes, factor = fp8_to_int8(weight[start:stop], scale[start:stop] if scale.dim() else scale, rotation=group)
+        return codes, factor.reshape(-1, 1)
+
+    return triton_codes(x, weight.shape[0], rows, bias, group)
+
+
+_BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "native": {"torch": _torch_native},
+    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "exact": {"torch": _torch_exact},
+}
+
+
+def _fp8_units(spec: Spec, facts: DeviceFacts) -> str | None:
+    if facts.maker != "nvidia" or facts.sm < (8, 9):
+        return (
+            f"{facts.name} has no FP8 units that PyTorch reaches (NVIDIA cards have them from compute capability 8.9)."
+        )
+    return None
+
+
+_NATIVE = Route(
+    "native",
+    "torch",
+    "scaled_mm",
+    "PyTorch's scaled_mm runs on this card's FP8 units.",
+    all_of(_fp8_units, inputs_divisible(16, "scaled_mm"), outputs_divisible(16, "scaled_mm")),
+)
+_EMULATED = Route(
+    "native",
+    "torch",
+    "float32 products of FP8 values",
+    "The FP8 arithmetic is carried out in float32.",
+    slow=always_slow,
+)
+_CARRIED = "The weight is carried over to INT8 rows with ConvRot, more precise than FP8 activations."
+
+
+class Fp8(Format):
+    """``float8_e4m3fn`` (codes "e4m3") or ``float8_e5m2`` (codes "e5m2")."""
+
+    operator = "fp8_linear"
+    routes = (_NATIVE, _EMULATED, *carried(_CARRIED, *CARRIED_ROUTES), EXACT)
+
+    def __init__(self, name: str, codes: str) -> None:
+        self.name = name
+        self.codes = codes
+
+    def _canonical(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        scale = optional(tensors, "weight_scale")
+        return canonical(required(spec, tensors, "weight"), scale, _CODES[self.codes])
+
+    def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
+        weight, scale = self._canonical(spec, tensors)
+        return Decoded(scaled_rows(weight, scale), *weight.shape)
+
+    def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
+        weight, scale = self._canonical(spec, tensors)
+        static = optional(tensors, "input_scale") if self.codes == "e4m3" else None
+        s = quantize.fp8_scale(x) if static is None else scalar(static)
+        product = quantize.fp8(x, s).to(torch.float32) @ weight.to(torch.float32).t()
+        return product * (s * scale).reshape(1, -1)
+
+    def linear(
+        self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
+    ) -> Tensor:
+        weight = required(spec, tensors, "weight")
+        scale, static = optional(tensors, "weight_scale"), optional(tensors, "input_scale")
+        return _fp8_linear(x, weight, scale, static, bias, spec.shape[0], self.codes, execution, backends)
+
+    def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
+        weight, scale = self._canonical(spec, tensors)
+        # Looked up as bytes: devices have no gather kernel for 8-bit floats.
+        rows = torch.nn.functional.embedding(index, weight.view(torch.uint8)).view(weight.dtype).to(torch.float32)
+        return rows * (torch.nn.functional.embedding(index, scale) if scale.dim() else scale)

@@ -1,0 +1,250 @@
+"""``nvfp4``: e2m1 weights, an e4m3 scale for every 16 inputs, one float32 scale for the tensor.
+
+Weight: ``W[n, k] = e2m1[n, k] * (e4m3[n, k div 16] * weight_scale_2)``; the HIGH nibble is the even column; the scales
+sit in cuBLAS's 128 x 4 tiles. ``pre_quant_scale`` multiplies x per input channel before anything else. Native linear: x
+quantised the same way with ``ts = input_scale`` where the file has one, else ``max|x| / (448 * 6)``; ``y = sum(xq bx w
+bw) * (ts * weight_scale_2) + bias``. Layers that say ``full_precision_matrix_mult`` keep x as it is. Source: NVIDIA's
+NVFP4; comfy-kitchen ``quantize_nvfp4`` / ``scaled_mm_nvfp4``; RULES section 4, "NVFP4".
+
+Tensors: ``weight`` U8 [N, K / 2]; ``weight_scale`` e4m3 (or U8), K / 16 columns in tiles; ``weight_scale_2`` [] / [1];
+``input_scale`` [] / [1]; ``pre_quant_scale`` [K]. Rows and columns may be padded to 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import kitchen
+from ..operators import operator
+from ..retire import run
+from ..routes import Execution, Route, all_of, always_slow, carried, inputs_divisible, nvidia, outputs_divisible
+from ..routes import kitchen as kitchen_has
+from ..spec import Spec
+from . import quantize
+from .base import Decoded, Format, Tensors, pad_inputs
+from .int8 import (
+    CARRIED_ROUTES,
+    EXACT,
+    kitchen_codes,
+    triton_codes,
+)
+from .int8_rows import carry
+from .products import FloatRows, dense_linear, flatten, int8_linear, values_linear
+from .rotation import preferred_group
+from .scales import check_tiled, e4m3_to_float, optional, required, scalar, unpack_nibbles, untile
+
+BLOCK = quantize.NVFP4_BLOCK
+
+
+@operator(
+    "nvfp4_linear",
+    "(Tensor x, Tensor qweight, Tensor block_scale, Tensor global_scale, Tensor? input_scale, Tensor? pre_quant_scale, Tensor? bias, "
+    "int out_features, str execution, str backends) -> Tensor",
+)
+def _nvfp4_linear(
+    x: Tensor,
+    qweight: Tensor,
+    block_scale: Tensor,
+    global_scale: Tensor,
+    input_scale: Tensor | None,
+    pre_quant_scale: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    execution: str,
+    backends: str,
+) -> Tensor:
+    packed, tiles = canonical("", qweight, block_scale)
+    x = pad_inputs(smooth(x, pre_quant_scale), 2 * packed.shape[1])
+    static = None if input_scale is None else scalar(input_scale)
+    arguments = (x, packed, tiles, scalar(global_scale), static, bias, out_features)
+    return run(f"nvfp4_linear ({execution})", backends, _BODIES[execution], *arguments)
+
+
+def canonical(layer: str, qweight: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(uint8 [N, K / 2], uint8 scale tiles [ceil128(N), ceil4(K / 16)])."""
+    packed = qweight.view(torch.uint8)
+    return packed, check_tiled(layer, block_scale.view(torch.uint8), packed.shape[0], 2 * packed.shape[1] // BLOCK)
+
+
+def smooth(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
+    """``x * pre_quant_scale`` in x's dtype."""
+    return x if pre_quant_scale is None else x * pre_quant_scale.to(x.dtype)
+
+
+def _decoded(packed: Tensor, tiles: Tensor, factor: Tensor | float) -> FloatRows:
+    columns = 2 * packed.shape[1] // BLOCK
+    table = torch.tensor(quantize.E2M1_VALUES, dtype=torch.float32, device=packed.device)
+
+    def rows(start: int, stop: int) -> Tensor:
+        codes = unpack_nibbles(packed[start:stop], high_first=True)
+        scale = e4m3_to_float(untile(tiles, start, stop, columns)) * factor
+        values = torch.index_select(table, 0, codes.reshape(-1).to(torch.int32))
+        return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, -1)
+
+    return rows
+
+
+def _torch_exact(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    return dense_linear(x, N, _decoded(packed, tiles, factor), 0, bias)
+
+
+def _activation(x2: Tensor, ts: Tensor) -> Tensor:
+    """The quantised activation as float32 values, block scales applied but not ``ts``."""
+    values, block_scale = quantize.nvfp4_values(x2, ts)
+    return values.reshape(x2.shape[0], -1, BLOCK).mul_(block_scale[..., None]).reshape(x2.shape)
+
+
+def _torch_native(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    ts = quantize.nvfp4_scale(x) if static is None else static
+    return values_linear(
+        x, _activation(flatten(x), ts), N, _decoded(packed, tiles, 1.0), lambda a, b: ts * factor, bias
+    )
+
+
+def _kitchen_native(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    x2 = flatten(x) if x.dtype in (torch.float16, torch.bfloat16) else flatten(x).to(torch.bfloat16)
+    ts = quantize.nvfp4_scale(x2) if static is None else static
+    padded = bias if bias is None or packed.shape[0] == N else torch.nn.functional.pad(bias, (0, packed.shape[0] - N))
+    y = kitchen.nvfp4_linear(x2, packed, tiles, factor, ts, padded)[:, :N]
+    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], N)
+
+
+def _triton_native(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    from ..triton_ops.float_quantizer import quantize_nvfp4
+
+    x2 = flatten(x)
+    ts = quantize.nvfp4_scale(x2) if static is None else static
+    xq, x_scale = quantize_nvfp4(x2, ts)
+    y: Tensor = scaled_mm(
+        xq.view(torch.float4_e2m1fn_x2),
+        packed.view(torch.float4_e2m1fn_x2).t(),
+        scale_a=[x_scale.view(torch.float8_e4m3fn).reshape(-1), ts],
+        scale_b=[tiles.view(torch.float8_e4m3fn).reshape(-1), factor],
+        scale_recipe_a=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
+        scale_recipe_b=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
+        swizzle_a=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+        swizzle_b=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
+        output_dtype=torch.bfloat16 if x.dtype is torch.float32 else x.dtype,
+    )[: x2.shape[0], :N]
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], N)
+
+
+def _torch_int8(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    group = preferred_group(2 * packed.shape[1])
+    return int8_linear(x, N, carry(_decoded(packed, tiles, factor), group), group, bias)
+
+
+def _kitchen_int8(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    K = 2 * packed.shape[1]
+    group = preferred_group(K)
+    column_tiles = tiles.shape[1]
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        # comfy-kitchen decodes whole 16-row groups; a layer's rows are stored that way or it is not used.
+        last = min(packed.shape[0], -(-stop // 16) * 16)
+        part = tiles[start // 128 * 128 : -(-last // 128) * 128].reshape(-1, column_tiles)
+        dense = kitchen.dequantize_nvfp4(packed[start:last], part, factor, product_float(x))
+        codes, scale = kitchen.quantize_int8_convrot_weight(dense, group)
+        return codes[: stop - start], scale[: stop - start]
+
+    return kitchen_codes(x, N, rows, bias, group)
+
+
+def product_float(x: Tensor) -> torch.dtype:
+    """The 16-bit type a weight is decoded to on its way to INT8; float16 for float32 activations (e2m1 x e4m3 needs its
+    mantissa).
+    """
+    return torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float16
+
+
+def _triton_int8(
+    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
+) -> Tensor:
+    from ..triton_ops.transcode import nvfp4_to_int8
+
+    K = 2 * packed.shape[1]
+    group = preferred_group(K)
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        codes, scale = nvfp4_to_int8(packed, tiles, factor, columns=K, rotation=group, rows=(start, stop))
+        return codes, scale.reshape(-1, 1)
+
+    return triton_codes(x, N, rows, bias, group)
+
+
+_BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "native": {"kitchen": _kitchen_native, "triton": _triton_native, "torch": _torch_native},
+    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "exact": {"torch": _torch_exact},
+}
+
+_UNITS = all_of(
+    nvidia((10, 0), "FP4 arithmetic"),
+    inputs_divisible(32, "the FP4 product"),
+    outputs_divisible(8, "the FP4 product"),
+)
+_CARRIED = "The weight is carried over to INT8 rows with ConvRot, more precise than FP4 activations."
+
+
+class Nvfp4(Format):
+    """``nvfp4``."""
+
+    name = "nvfp4"
+    operator = "nvfp4_linear"
+    routes = (
+        Route(
+            "native",
+            "kitchen",
+            "scaled_mm_nvfp4",
+            "comfy-kitchen's scaled_mm_nvfp4 runs on this card's FP4 units.",
+            all_of(kitchen_has("scaled_mm_nvfp4", "quantize_nvfp4"), _UNITS),
+        ),
+        Route(
+            "native",
+            "torch",
+            "float32 products of FP4 values",
+            "The FP4 arithmetic is carried out in float32.",
+            slow=always_slow,
+        ),
+        *carried(_CARRIED, *CARRIED_ROUTES),
+        EXACT,
+    )
+
+    def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
+        packed, tiles = canonical(spec.name, required(spec, tensors, "weight"), required(spec, tensors, "weight_scale"))
+        factor = scalar(required(spec, tensors, "weight_scale_2"))
+        return Decoded(_decoded(packed, tiles, factor), packed.shape[0], 2 * packed.shape[1])
+
+    def input(self, x: Tensor, tensors: Tensors) -> Tensor:
+        return smooth(x, optional(tensors, "pre_quant_scale"))
+
+    def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
+        static = optional(tensors, "input_scale")
+        ts = quantize.nvfp4_scale(x) if static is None else scalar(static)
+        return (_activation(x, ts) @ self.dequantize(spec, tensors).t()) * ts
+
+    def linear(
+        self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
+    ) -> Tensor:
+        weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        factor = required(spec, tensors, "weight_scale_2")
+        static, pre = optional(tensors, "input_scale"), optional(tensors, "pre_quant_scale")
+        return _nvfp4_linear(x, weight, scale, factor, static, pre, bias, spec.shape[0], execution, backends)

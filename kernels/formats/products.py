@@ -1,0 +1,254 @@
+"""Products of packed weights in plain torch, lean in memory: the weight is decoded a few thousand rows at a time.
+
+Three shapes of linear are enough for every format:
+
+- :func:`int8_linear`: integer codes on both sides, accumulated exactly, scaled by row x column;
+- :func:`values_linear`: small float values on both sides (e4m3, e2m1 x block scale), accumulated in float32;
+- :func:`dense_linear`: the weight decoded to floats, the activation as it is.
+
+``rows(start, stop)`` is how a format hands over part of its weight; ``start`` is always a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..retire import KERNEL_ERRORS, is_out_of_memory, is_retired, retire
+from . import quantize
+from .rotation import rotate
+
+#: rows(start, stop) -> int8 codes [n, K], float32 scale [] or [n, 1]
+CodeRows = Callable[[int, int], tuple[Tensor, Tensor]]
+#: rows(start, stop) -> float32 [n, K]
+FloatRows = Callable[[int, int], Tensor]
+
+#: Temporary memory a loop over weight rows aims for.
+WORKSPACE_BYTES = 64 << 20
+#: Most weight rows decoded at a time.
+MAX_ROWS = 4096
+#: Activation rows a product handles at a time on the CPU: larger int32 / float32 temporaries leave the caches
+#: (measured).
+CPU_TOKENS = 512
+#: Integer products of int8 codes summed in float32 stay exact up to here: 1024 * 128 * 128 = 2^24.
+EXACT_K = 1024
+
+
+def row_chunks(N: int, bytes_per_row: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) pairs over N rows; every start is a multiple of 128."""
+    rows = max(128, min(MAX_ROWS, WORKSPACE_BYTES // max(1, bytes_per_row)) // 128 * 128)
+    for start in range(0, N, rows):
+        yield start, min(N, start + rows)
+
+
+def flatten(x: Tensor) -> Tensor:
+    """``x`` as ``[M, K]``, contiguous or not."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _token_chunks(x: Tensor) -> Iterator[tuple[int, int]]:
+    M = x.shape[0]
+    step = CPU_TOKENS if x.device.type == "cpu" else 1 << 16
+    for start in range(0, M, step):
+        yield start, min(M, start + step)
+
+
+def quantize_activation(x: Tensor, group: int, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Rotate (in float32) and quantise the rows of ``x``.
+
+    Args:
+        x: ``[M, K]``, any float dtype.
+        group: ConvRot group size or 0.
+        bits: 8 (Q8) or 4 (codes -7..7, one a byte).
+
+    Returns:
+        int8 ``[M, K]`` and float32 ``[M, 1]``.
+    """
+    quantiser = quantize.int8_rows if bits == 8 else quantize.int4_rows
+    chunks = list(_token_chunks(x))
+    if len(chunks) <= 1:
+        return quantiser(rotate(x, group))
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    for start, stop in chunks:
+        codes[start:stop], scale[start:stop] = quantiser(rotate(x[start:stop], group))
+    return codes, scale
+
+
+def cpu_has_vnni() -> bool:
+    """Whether this CPU multiplies bytes exactly (VNNI). Without it ``torch._int_mm`` saturates at 16 bits and is wrong."""
+    probe = getattr(torch.cpu, "_is_vnni_supported", None)
+    return bool(probe is not None and probe())
+
+
+def has_int_mm(device: torch.device) -> bool:
+    """Whether ``torch._int_mm`` is exact and worth calling on ``device``."""
+    if device.type == "cpu":
+        return cpu_has_vnni()
+    # ROCm devices say "cuda" too; hipBLASLt has no int8 for most of them and RDNA2 has no int8 matrix unit at all.
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (6, 1)
+
+
+def _int_mm(xq: Tensor, codes: Tensor) -> Tensor:
+    """int32 ``[M, n]`` of int8 ``[M, K]`` and ``[n, K]`` by ``torch._int_mm``, padded to what CUDA asks for."""
+    if xq.device.type == "cpu":
+        return torch._int_mm(xq, codes.t())
+    M, K = xq.shape
+    n = codes.shape[0]
+    # cuBLASLt: more than 16 rows, K and N multiples of 8. Zeros add nothing to the sums.
+    pad_m, pad_k, pad_n = max(0, 32 - M), -K % 8, -n % 8
+    if pad_m or pad_k:
+        xq = torch.nn.functional.pad(xq, (0, pad_k, 0, pad_m))
+    if pad_n or pad_k:
+        codes = torch.nn.functional.pad(codes, (0, pad_k, 0, pad_n))
+    return torch._int_mm(xq.contiguous(), codes.contiguous().t())[:M, :n]
+
+
+def _float_codes_mm(xq: Tensor, codes32: Tensor) -> Tensor:
+    """float32 ``[M, n]`` of int8 ``[M, K]`` and float32 codes ``[n, K]``.
+
+    Every partial product over at most :data:`EXACT_K` inputs is an exact integer; their sum is rounded once a part.
+    """
+    K = xq.shape[1]
+    x32 = xq.to(torch.float32)
+    total = x32[:, :EXACT_K] @ codes32[:, :EXACT_K].t()
+    for start in range(EXACT_K, K, EXACT_K):
+        total += x32[:, start : start + EXACT_K] @ codes32[:, start : start + EXACT_K].t()
+    return total
+
+
+def int8_linear(x: Tensor, N: int, rows: CodeRows, group: int, bias: Tensor | None, bits: int = 8) -> Tensor:
+    """``y[m, n] = (sum_k q[m, k] * code[n, k]) * s[m] * ws[n] + bias[n]`` with ``q, s`` the quantised rows of rotated
+    x.
+
+    Args:
+        x: ``[..., K]``, any float dtype, any strides.
+        N: output features.
+        rows: the weight's codes and scales, in the rotated basis where ``group`` is not 0.
+        group: ConvRot group size or 0.
+        bias: ``[N]`` or None.
+        bits: activation bits, 8 or 4.
+
+    Returns:
+        ``[..., N]`` of x's dtype.
+    """
+    x2 = flatten(x)
+    M, K = x2.shape
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if y.numel():
+        xq, xs = quantize_activation(x2, group, bits)
+        use_int_mm = has_int_mm(x.device) and K > 0 and not is_retired("int_mm", "torch")
+        for start, stop in row_chunks(N, K if use_int_mm else 4 * K):
+            codes, scale = rows(start, stop)
+            if use_int_mm:
+                try:
+                    _scale_out(y, xq, xs, codes, scale, bias, start, stop, _int_mm)
+                    continue
+                except KERNEL_ERRORS as error:
+                    if is_out_of_memory(error):
+                        raise
+                    retire("int_mm", "torch", error, "the same sums in float32")
+                    use_int_mm = False
+            _scale_out(y, xq, xs, codes.to(torch.float32), scale, bias, start, stop, _float_codes_mm)
+    return y.reshape(*x.shape[:-1], N)
+
+
+def _scale_out(
+    y: Tensor,
+    xq: Tensor,
+    xs: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    start: int,
+    stop: int,
+    product: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Fill ``y[:, start:stop]``, some tokens at a time."""
+    column_scale = scale.reshape(1, -1)
+    offset = None if bias is None else bias[start:stop].to(torch.float32)
+    for first, last in _token_chunks(xq):
+        part = product(xq[first:last], codes).to(torch.float32)
+        part.mul_(xs[first:last] * column_scale)
+        if offset is not None:
+            part += offset
+        y[first:last, start:stop] = part
+
+
+def values_linear(
+    x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Callable[[int, int], Tensor], bias: Tensor | None
+) -> Tensor:
+    """``y = (xv rows^T) * scale + bias`` in float32; ``scale(start, stop)`` is ``[]`` or ``[1, n]``.
+
+    Args:
+        x: the activation the shape and dtype of the result come from, ``[..., K]``.
+        xv: its quantised values, float32 ``[M, K']``.
+        N: output features.
+        rows: the weight's values, float32 ``[n, K']``.
+        scale: the factor of the columns ``start:stop``.
+        bias: ``[N]`` or None.
+    """
+    M = xv.shape[0]
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    if y.numel():
+        for start, stop in row_chunks(N, 4 * xv.shape[1]):
+            part = (xv @ rows(start, stop).t()).mul_(scale(start, stop))
+            if bias is not None:
+                part += bias[start:stop].to(torch.float32)
+            y[:, start:stop] = part
+    return y.reshape(*x.shape[:-1], N)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a dense product of ``x`` is fastest in without losing range.
+
+    Half precision matrix units are not everywhere: CPUs multiply float16 (and, without AVX512-BF16 or AMX, bfloat16)
+    several times slower than float32, and GPUs before Ampere have no bfloat16 unit.
+    """
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return torch.float32
+    if x.device.type == "cpu":
+        return torch.bfloat16 if x.dtype is torch.bfloat16 and _cpu_has_bf16() else torch.float32
+    if x.device.type == "cuda" and x.dtype is torch.bfloat16 and torch.version.hip is None:
+        return x.dtype if torch.cuda.get_device_capability(x.device) >= (8, 0) else torch.float32
+    return x.dtype
+
+
+def _cpu_has_bf16() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(probe()) for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
+
+
+def dense_linear(x: Tensor, N: int, rows: FloatRows, group: int, bias: Tensor | None) -> Tensor:
+    """``y = rotate(x) rows^T + bias``: the weight decoded, the activation not quantised.
+
+    A rotated weight stays rotated and x is rotated instead (in float32): M * K * group operations, not N * K * group.
+
+    Args:
+        x: ``[..., K]``.
+        N: output features.
+        rows: the decoded weight, float32 ``[n, K]``, in the rotated basis where ``group`` is not 0.
+        group: ConvRot group size or 0.
+        bias: ``[N]`` or None.
+
+    Returns:
+        ``[..., N]`` of x's dtype.
+    """
+    dtype = product_dtype(x)
+    x2 = (rotate(flatten(x), group) if group else flatten(x)).to(dtype)
+    chunks = list(row_chunks(N, 4 * x2.shape[1]))
+    if len(chunks) <= 1:
+        weight = rows(0, N).to(dtype)
+        y = torch.nn.functional.linear(x2, weight, None if bias is None else bias[:N].to(dtype))
+    else:
+        y = torch.empty((x2.shape[0], N), dtype=dtype, device=x.device)
+        for start, stop in chunks:
+            weight = rows(start, stop).to(dtype)
+            y[:, start:stop] = torch.nn.functional.linear(
+                x2, weight, None if bias is None else bias[start:stop].to(dtype)
+            )
+    return y.to(x.dtype).reshape(*x.shape[:-1], N)

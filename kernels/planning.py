@@ -1,0 +1,143 @@
+"""The one decision per layer: which kernel runs it on this device, and why. Pure; runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .facts import DeviceFacts
+from .formats import format_of
+from .routes import Backend, Execution, Route, preferred
+from .spec import Spec
+
+Mode = Literal["auto", "native", "int8", "exact"]
+MODES: tuple[Mode, ...] = ("auto", "native", "int8", "exact")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way that was not taken, and why."""
+
+    backend: str
+    operator: str
+    execution: Execution
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run for a layer.
+
+    ``execution`` is the arithmetic (``native``: the format's own; ``int8``: INT8 on both sides; ``exact``: the weight
+    decoded, a 16-bit product), ``backend`` whose kernel, ``operator`` its name, ``reason`` one or two sentences for a
+    person, ``alternatives`` what was passed over with the reason of each, ``slow`` whether a plain 16-bit linear would
+    be clearly faster on this device. ``fallbacks``: the backends, best first and ending in torch, that take over in
+    this order if a kernel fails.
+    """
+
+    backend: Backend
+    operator: str
+    execution: Execution
+    reason: str
+    alternatives: tuple[Alternative, ...] = ()
+    slow: bool = False
+    fallbacks: tuple[Backend, ...] = ()
+
+    @property
+    def backends(self) -> str:
+        """The ladder as the operators take it: chosen backend first, comma separated."""
+        return ",".join((self.backend, *self.fallbacks))
+
+
+def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Backend | None = None) -> Plan:
+    """Decide what runs ``spec`` on a device.
+
+    Args:
+        spec: the layer.
+        facts: the device (:func:`quant_loader.kernels.device_facts`, or one of ``DEVICES``).
+        execution: the user's choice.
+        backend: only this backend, if given.
+
+    Raises:
+        ValueError: unknown format or execution, or ``backend`` cannot run the layer (the message says why).
+    """
+    if execution not in MODES:
+        raise ValueError(f"execution must be one of {', '.join(MODES)}, found {execution!r}")
+    fmt = format_of(spec)
+    order, note = _order(spec, facts, execution, fmt.int8_is_native(spec))
+    passed_over: list[Alternative] = []
+    fitting: list[Route] = []
+    for wanted, allow_slow in order:
+        for route in preferred(tuple(r for r in fmt.routes if r.execution == wanted), facts):
+            if backend is not None and route.backend != backend:
+                continue
+            reason = route.fits(spec, facts)
+            if reason is None and route.slow(facts) and not allow_slow:
+                reason = "it would be slower here than a 16-bit linear."
+            if reason is None:
+                fitting.append(route)
+            elif (
+                alternative := Alternative(route.backend, route.operator, route.execution, reason)
+            ) not in passed_over:
+                passed_over.append(alternative)
+        if fitting:
+            break
+    if not fitting:
+        listed = " ".join(f"{a.backend} ({a.operator}): {a.reason}" for a in passed_over)
+        wanted_text = f"{backend} backend" if backend else f"{execution} execution"
+        raise ValueError(
+            f"layer {spec.name} ({spec.format}) cannot run with the {wanted_text} on {facts.name}. {listed}".strip()
+        )
+    chosen = fitting[0]
+    fallbacks = (
+        ()
+        if backend is not None
+        else tuple(dict.fromkeys(r.backend for r in fitting[1:] if r.backend != chosen.backend))
+    )
+    if backend is None and "torch" not in (chosen.backend, *fallbacks):
+        # A kernel that fails always has plain torch behind it, however slow.
+        fallbacks = (*fallbacks, "torch")
+    slow = chosen.slow(facts)
+    sentences = [chosen.why, note, _mode_note(chosen, execution, passed_over, facts)]
+    if slow:
+        sentences.append("Slower here than a 16-bit linear; the auto or exact execution is faster.")
+    return Plan(
+        backend=chosen.backend,
+        operator=chosen.operator,
+        execution=chosen.execution,
+        reason=" ".join(sentence for sentence in sentences if sentence),
+        alternatives=tuple(passed_over),
+        slow=slow,
+        fallbacks=fallbacks,
+    )
+
+
+def _order(
+    spec: Spec, facts: DeviceFacts, mode: Mode, int8_is_native: bool
+) -> tuple[tuple[tuple[Execution, bool], ...], str]:
+    """(execution, slow routes allowed) in the order to try, and a note for the reason."""
+    full_precision = bool(spec.get("full_precision_matrix_mult", False))
+    if mode == "exact":
+        return (("exact", True),), ""
+    if mode == "auto":
+        if full_precision:
+            return (("exact", True),), "The file asks for full precision products in this layer."
+        return (("native", False), ("int8", False), ("exact", True)), ""
+    note = (
+        "The file asks for full precision products in this layer; the chosen execution overrides that."
+        if full_precision
+        else ""
+    )
+    if mode == "int8" and not int8_is_native:
+        return (("int8", True), ("exact", True)), note
+    return (("native", True), ("exact", True)), note
+
+
+def _mode_note(chosen: Route, mode: Mode, passed_over: list[Alternative], facts: DeviceFacts) -> str:
+    """Why the first choice was not taken, where one better kernel was within reach."""
+    if mode == "int8" and chosen.execution == "exact":
+        return next((a.reason for a in passed_over if a.execution == "int8"), "")
+    if chosen.backend == "kitchen" or facts.maker not in ("nvidia", "amd"):
+        return ""
+    first = next((a.reason for a in passed_over if a.backend == "kitchen" and a.execution != "exact"), "")
+    return first[:1].upper() + first[1:]
