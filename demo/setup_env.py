@@ -118,9 +118,9 @@ def run_step(step: str, command: list[str]) -> None:
     watcher.start()
     CACHE.mkdir(exist_ok=True)
     try:
-        with (
-            LOG.open("a", encoding="utf-8") as log,
-            subprocess.Popen(
+        with LOG.open("a", encoding="utf-8") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            process = subprocess.Popen(
                 command,
                 cwd=CHECKOUT,
                 env=environment,
@@ -129,10 +129,8 @@ def run_step(step: str, command: list[str]) -> None:
                 stderr=subprocess.STDOUT,
                 encoding="utf-8",
                 errors="replace",
-            ) as process,
-        ):
+            )
             assert process.stdout is not None
-            log.write(f"$ {' '.join(command)}\n")
             for line in process.stdout:
                 log.write(line)
                 tail.append(line)
@@ -141,10 +139,11 @@ def run_step(step: str, command: list[str]) -> None:
                     say(f"    {line.strip()}")
                 elif words[:2] == ["Installing", "collected"]:
                     say(f"    Unpacking {len(words) - 3} packages")
+            status = process.wait()
     finally:
         done.set()
         watcher.join()
-    if process.returncode != 0:
+    if status != 0:
         raise explain("".join(tail), step)
 
 
