@@ -17,7 +17,7 @@ import torch
 from .. import kernels
 from ..checkpoint import LayerSpec
 from . import guard
-from .packed import LAYOUT, as_stored, is_packed, plain_tensors
+from .packed import LAYOUT, as_stored, dense_weight, is_packed, plain_tensors
 from .sidepath import SidePath
 
 _manual_cast: Any = comfy.ops.manual_cast
@@ -67,15 +67,8 @@ class _Packable:
             return
         params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=self.module_dtype)
         self.weight = torch.nn.Parameter(type(weight)(weight._qdata, LAYOUT, params), requires_grad=False)
-        # The kernels give the rows the model has (a file may hold padded ones) and take the columns the file has.
-        spec = declaration.spec()
-        self.spec = LayerSpec(
-            name=spec.name,
-            format=spec.format,
-            shape=(module_shape[0], declaration.shape[1]),
-            declared_by=spec.declared_by,
-            annotations=spec.annotations,
-        )
+        # The kernels cut and pad what the file stores beyond the model's own shape.
+        self.spec = dataclasses.replace(declaration.spec(), shape=(module_shape[0], module_shape[1]))
         self.context.consumed.add(declaration.name)
 
     def operator(self, device: torch.device) -> Any:
@@ -117,6 +110,16 @@ class _Packable:
             out[f"{prefix}{suffix}"] = tensor
         out[f"{prefix}comfy_quant"] = torch.frombuffer(bytearray(params.declaration.marker), dtype=torch.uint8)
         return out
+
+    def extra_state_suffixes(self) -> tuple[str, ...]:
+        """What a packed weight writes beside ``weight``."""
+        return (*self.weight._params.companions(), "comfy_quant") if is_packed(self.weight) else ()
+
+    def _dense(self, weight: Any) -> torch.Tensor:
+        """A float32 copy of the weight that acts on the layer's own input, for patches that change it in place."""
+        if is_packed(weight):
+            return dense_weight(self.spec, plain_tensors(weight), weight._params.orig_shape)
+        return weight.to(torch.float32, copy=True)  # type: ignore[no-any-return]
 
     def convert_weight(self, weight: Any, inplace: bool = False, **_: Any) -> Any:
         """Dense values of a weight, for ComfyUI's merging and for extensions that ask."""
@@ -199,7 +202,7 @@ def operations(context: LoadContext) -> Any:
                     missing_keys.append(f"{prefix}bias")
 
             def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                if not is_packed(self.weight):
+                if self.spec is None:
                     return super().forward(input, *args, **kwargs)
                 comfy.ops.run_every_op()
                 weight, bias, stream = comfy.ops.cast_bias_weight(
@@ -218,20 +221,15 @@ def operations(context: LoadContext) -> Any:
 
             def _linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
                 side = self.side_path
-                if not is_packed(weight):
-                    # ComfyUI handed a dense copy (a weight wrapper, or a layer forced to the CPU).
+                if (side is not None and side.exact) or not is_packed(weight):
+                    # Not packed: ComfyUI handed a dense copy (a weight wrapper, or a layer forced to the CPU).
+                    dense = self._dense(weight)
                     if side is not None and side.exact:
-                        weight = side.patch(weight.to(torch.float32))
-                    y = torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-                    return y if side is None else side.add(x, y)
-                tensors = plain_tensors(weight)
-                if side is not None and side.exact:
-                    dense = side.patch(dense_weight(self.spec, tensors)[:, : self.in_features]).to(x.dtype)
-                    return torch.nn.functional.linear(x, dense, bias)
-                padding = self.spec.K - self.in_features
-                padded = torch.nn.functional.pad(x, (0, padding)) if padding else x
-                y = self.operator(x.device)(padded, tensors, bias)
-                return y if side is None else side.add(x, y)
+                        dense = side.patch(dense)
+                    y = torch.nn.functional.linear(x, dense.to(x.dtype), bias)
+                else:
+                    y = self.operator(x.device)(x, plain_tensors(weight), bias)
+                return y if side is None or side.exact else side.add(x, y)
 
         class Embedding(_Packable, _manual_cast.Embedding):  # type: ignore[misc]
             """Row lookup in a packed or plain table."""
@@ -249,15 +247,25 @@ def operations(context: LoadContext) -> Any:
                 self.bias = None
 
             def forward(self, input: torch.Tensor, *args: Any, out_dtype: Any = None, **kwargs: Any) -> torch.Tensor:
-                if not is_packed(self.weight):
+                if self.spec is None:
                     return super().forward(input, *args, out_dtype=out_dtype, **kwargs)
                 comfy.ops.run_every_op()
                 weight, bias, stream = comfy.ops.cast_bias_weight(
                     self, dtype=self.weight.dtype, device=input.device, bias_dtype=self.weight.dtype, offloadable=True
                 )
-                rows = kernels.embedding(input, self.spec, plain_tensors(weight))
+                rows = self._rows(input, weight)
                 comfy.ops.uncast_bias_weight(self, weight, bias, stream)
                 return rows.to(out_dtype if out_dtype is not None else self.weight.dtype)
+
+            def _rows(self, ids: torch.Tensor, weight: Any) -> torch.Tensor:
+                side = self.side_path
+                if side is not None and (side.exact or side.fused):
+                    return torch.nn.functional.embedding(ids, side.patch(self._dense(weight)))
+                if is_packed(weight):
+                    rows = kernels.embedding(ids, self.spec, plain_tensors(weight))[..., : self.embedding_dim]
+                else:
+                    rows = torch.nn.functional.embedding(ids, weight)
+                return rows if side is None else side.add_rows(ids, rows)
 
     for name in dir(_manual_cast):
         base = getattr(_manual_cast, name)
@@ -296,11 +304,3 @@ def _dequantising(base: type, context: LoadContext) -> type:
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A plain tensor in the module's dtype; the memory-mapped one itself when it has it already."""
     return as_stored(tensor).to(dtype=dtype)
-
-
-def dense_weight(spec: LayerSpec | None, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The float32 weight that acts on the layer's own input: smoothing (``pre_quant_scale``) folded in."""
-    assert spec is not None
-    dense = kernels.dequantize(spec, tensors)[: spec.N, : spec.K]
-    smooth = tensors.get("pre_quant_scale")
-    return dense if smooth is None else dense * smooth.to(torch.float32)[: spec.K]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_cl
 
 from .. import kernels
 from ..checkpoint import LayerSpec
+from ..kernels.spec import Spec
 
 LAYOUT = "QuantLoaderPackedLayout"
 
@@ -124,13 +126,8 @@ class PackedLayout(QuantizedLayout):  # type: ignore[misc]
     @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: PackedParams) -> torch.Tensor:
         """The dense weight in ``params.orig_dtype``, shape ``params.orig_shape``."""
-        dense = kernels.dequantize(params.declaration.spec(), {"weight": qdata, **params.companions()})
-        rows, *rest = params.orig_shape
-        dense = dense[:rows].reshape(rows, -1)
-        width = 1
-        for size in rest:
-            width *= size
-        return dense[:, :width].reshape(params.orig_shape).to(params.orig_dtype)
+        tensors = {"weight": qdata, **params.companions()}
+        return dense_weight(params.declaration.spec(), tensors, params.orig_shape).to(params.orig_dtype)
 
     @classmethod
     def get_plain_tensors(cls, qtensor: Any) -> tuple[torch.Tensor, ...]:
@@ -173,6 +170,20 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
 def is_packed(tensor: Any) -> bool:
     """Whether a weight is one of ours."""
     return isinstance(tensor, QuantizedTensor) and tensor._layout_cls == LAYOUT
+
+
+def dense_weight(spec: Spec | None, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """The float32 weight of ``shape`` that acts on the layer's own input.
+
+    A format's padding is cut off, and smoothing (``pre_quant_scale``, which multiplies the input) is folded in.
+    """
+    assert spec is not None
+    dense = kernels.dequantize(spec, tensors)
+    smooth = tensors.get("pre_quant_scale")
+    if smooth is not None:
+        dense = dense[:, : smooth.numel()] * smooth.to(torch.float32).flatten()
+    rows, columns = shape[0], math.prod(shape[1:])
+    return dense[:rows, :columns].reshape(shape)
 
 
 def plain_tensors(weight: Any) -> dict[str, torch.Tensor]:

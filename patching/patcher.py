@@ -1,17 +1,17 @@
-"""ComfyUI's ModelPatcher with one difference: patches of packed linears go beside the weight, not into it.
+"""ComfyUI's ModelPatcher with one difference: patches of packed weights go beside the weight, not into it.
 
 Two classes, because ComfyUI has two (static, and dynamic VRAM); the difference is in one mixin. The patches of packed
-weights live in ``side_patches`` and are installed on the modules while the patcher is injected, as ComfyUI installs
-any forward change around a run.
+weights live in ``side_patches`` and are put on the modules while the patcher is injected, as ComfyUI installs any
+forward change around a run.
 """
 
 from __future__ import annotations
 
+import collections
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 import torch
@@ -20,37 +20,50 @@ from comfy.patcher_extension import PatcherInjection
 from . import guard
 from .errors import QuantLoaderError
 from .packed import is_packed
-from .sidepath import SidePath
+from .sidepath import Patch, SidePath
 
 INJECTION = "quant_loader"
 
 _Static: Any = comfy.model_patcher.ModelPatcher
 _Dynamic: Any = getattr(comfy.model_patcher, "ModelPatcherDynamic", None)
 
+# What ComfyUI keeps in a patcher's backup while a weight is replaced.
+_Backup = collections.namedtuple("_Backup", ["weight", "inplace_update"])  # noqa: PYI024
+
 
 def packed_modules(model: torch.nn.Module) -> dict[str, Any]:
-    """Weight key (``<module>.weight``) -> module, for every module whose weight is packed."""
-    return {
-        f"{name}.weight": module for name, module in model.named_modules() if is_packed(getattr(module, "weight", None))
-    }
+    """Weight key (``<module>.weight``) -> module, for every module that took a packed weight.
+
+    Found once per model: a walk over all modules costs milliseconds, and torch.compile renames modules while it runs.
+    """
+    found = model.__dict__.get("_quant_loader_packed")
+    if found is None:
+        found = {f"{name}.weight": m for name, m in model.named_modules() if getattr(m, "spec", None) is not None}
+        model.__dict__["_quant_loader_packed"] = found
+    return found  # type: ignore[no-any-return]
 
 
 class _SidePatches:
-    """The mixin: everything that differs from ComfyUI's patcher."""
+    """The mixin: everything that differs from ComfyUI's patcher.
+
+    ``side_patches``: weight key -> patches in the order they were added. ``hook_side_patches``: those of the hooks that
+    are active right now; they come after the model's own. ``side_uuid`` changes with every change of ``side_patches``
+    and is shared by clones that have the same ones.
+    """
 
     model: Any
-    side_patches: dict[str, list[Any]]
-    # Patches of hooks that are active right now; they come after the model's own.
-    hook_side_patches: dict[str, list[Any]]
-
-    # Changes with every change of side_patches, and is shared by clones that have the same ones.
+    side_patches: dict[str, list[Patch]]
+    hook_side_patches: dict[str, list[Patch]]
     side_uuid: uuid.UUID | None
 
     def _init_side(self) -> None:
         self.side_patches = {}
         self.side_uuid = None
         self.hook_side_patches = {}
+        self._side_paths: dict[str, SidePath] = {}
         self.set_injections(INJECTION, [PatcherInjection(inject=_inject, eject=_eject)])  # type: ignore[attr-defined]
+
+    # Adding
 
     def add_patches(self, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0) -> list[Any]:
         """As ComfyUI's, with patches of packed weights kept apart. An empty set (nothing matched) is an error."""
@@ -59,31 +72,121 @@ class _SidePatches:
                 "A patch set without a single patch reached this model: the LoRA's keys match none of its layers. "
                 "Check that the LoRA was made for this model family."
             )
+        beside, into = self._divided(patches)
+        added = self._entries(beside, strength_patch, strength_model)
+        with self.use_ejected():  # type: ignore[attr-defined]
+            for key, entry in added:
+                self.side_patches.setdefault(key, []).append(entry)
+            if added:
+                self.side_uuid = uuid.uuid4()
+                self.patches_uuid = uuid.uuid4()
+        applied = super().add_patches(into, strength_patch, strength_model) if into else []  # type: ignore[misc]
+        return [*applied, *beside]
+
+    def add_hook_patches(
+        self, hook: Any, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0
+    ) -> list[Any]:
+        """As ComfyUI's, which keeps the patches of a hook by weight key; ours are checked for their shape first."""
+        beside, _ = self._divided(patches or {})
+        self._entries(beside, strength_patch, strength_model)
+        return super().add_hook_patches(hook, patches or {}, strength_patch, strength_model)  # type: ignore[misc,no-any-return]
+
+    def _divided(self, patches: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         packed = packed_modules(self.model)
         beside, into = {}, {}
         for key, patch in patches.items():
             (beside if _weight_key(key) in packed else into)[key] = patch
-        with self.use_ejected():  # type: ignore[attr-defined]
-            for key, patch in beside.items():
-                weight_key = _weight_key(key)
-                offset = key[1] if not isinstance(key, str) else None
-                function = key[2] if not isinstance(key, str) and len(key) > 2 else None
-                entry = (strength_patch, patch, strength_model, offset, function)
-                misfit = SidePath(weight_key, [entry]).check(tuple(packed[weight_key].weight.shape))
-                if misfit is not None:
-                    raise QuantLoaderError(
-                        f"This LoRA does not fit the model: {misfit}. It was made for another model, or for another "
-                        "size of this one."
-                    )
-                self.side_patches.setdefault(weight_key, []).append(entry)
-        if beside:
-            self.side_uuid = uuid.uuid4()
-        applied = super().add_patches(into, strength_patch, strength_model) if into else []  # type: ignore[misc]
-        self.patches_uuid = uuid.uuid4()
-        return [*applied, *beside]
+        return beside, into
+
+    def _entries(
+        self, patches: Mapping[Any, Any], strength_patch: float, strength_model: float
+    ) -> list[tuple[str, Patch]]:
+        """ComfyUI's patch tuples by weight key; raises when one does not fit its layer."""
+        packed = packed_modules(self.model)
+        out: list[tuple[str, Patch]] = []
+        for key, patch in patches.items():
+            weight_key = _weight_key(key)
+            offset = key[1] if not isinstance(key, str) else None
+            function = key[2] if not isinstance(key, str) and len(key) > 2 else None
+            entry: Patch = (strength_patch, patch, strength_model, offset, function)
+            misfit = SidePath(weight_key, [entry]).misfit(tuple(packed[weight_key].weight.shape))
+            if misfit is not None:
+                raise QuantLoaderError(
+                    f"This LoRA does not fit the model: {misfit}. It was made for another model, or for another size "
+                    "of this one."
+                )
+            out.append((weight_key, entry))
+        return out
+
+    # Running
+
+    def _install(self) -> None:
+        """Put this patcher's side paths on the modules; modules without patches get none."""
+        for key, module in packed_modules(self.model).items():
+            patches = [*self.side_patches.get(key, ()), *self.hook_side_patches.get(key, ())]
+            module.side_path = self._side_path(key, patches) if patches else None
+        self.model.__dict__["_quant_loader_owner"] = id(self)
+
+    def _remove(self) -> None:
+        # A clone that is thrown away must not take the side paths of the one that runs.
+        if self.model.__dict__.get("_quant_loader_owner") != id(self):
+            return
+        for module in packed_modules(self.model).values():
+            module.side_path = None
+        self.model.__dict__["_quant_loader_owner"] = None
+
+    def _side_path(self, key: str, patches: Sequence[Patch]) -> SidePath:
+        """The same object as last time while the patches are the same: it keeps its matrices on the device."""
+        known = self._side_paths.get(key)
+        if known is None or not known.same(patches):
+            known = self._side_paths[key] = SidePath(key, patches)
+        return known
+
+    def pre_run(self) -> None:
+        """Called by ComfyUI before sampling: make sure that no other clone's side paths are on the modules."""
+        if self.is_injected and self.model.__dict__.get("_quant_loader_owner") != id(self):  # type: ignore[attr-defined]
+            self._install()
+        super().pre_run()  # type: ignore[misc]
+
+    def cleanup(self) -> None:
+        """Called by ComfyUI after a run: the moment to read the output guards."""
+        super().cleanup()  # type: ignore[misc]
+        self.read_guards()
+
+    def read_guards(self) -> list[str]:
+        """What the output guards noticed since the last call; each layer speaks once. One device synchronisation."""
+        modules = [m for m in packed_modules(self.model).values() if hasattr(m, "out_features")]
+        sentences = guard.read(modules)
+        if sentences:
+            modules[0].context.warnings.extend(sentences)
+        return sentences
+
+    # Weights
+
+    def patch_weight_to_device(
+        self,
+        key: str,
+        device_to: Any = None,
+        inplace_update: bool = False,
+        return_weight: bool = False,
+        force_cast: bool = False,
+    ) -> Any:
+        """As ComfyUI's for plain weights. A packed one is moved as it is: ComfyUI's would dequantise it to cast it."""
+        if key not in packed_modules(self.model):
+            return super().patch_weight_to_device(key, device_to, inplace_update, return_weight, force_cast)  # type: ignore[misc]
+        weight = comfy.utils.get_attr(self.model, key)
+        if not (force_cast or return_weight):
+            return weight
+        moved = weight if device_to is None else weight.to(device=device_to)
+        if return_weight:
+            return moved
+        if key not in self.backup:  # type: ignore[attr-defined]
+            self.backup[key] = _Backup(weight, False)  # type: ignore[attr-defined]
+        comfy.utils.set_attr_param(self.model, key, moved)
+        return None
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
-        """As ComfyUI's, with the side patches in their place, so that merging and saving nodes see them."""
+        """As ComfyUI's, with the side patches in their place, so that merging nodes see them."""
         out: dict[str, Any] = super().get_key_patches(filter_prefix)  # type: ignore[misc]
         for key, patches in self.side_patches.items():
             if key in out:
@@ -98,11 +201,12 @@ class _SidePatches:
                 continue
             sd[key] = module.weight
             stem = key[: -len("weight")]
-            for suffix in (*module.weight._params.companions(), "comfy_quant"):
+            for suffix in module.extra_state_suffixes():
                 sd.pop(stem + suffix, None)
         return sd
 
-    # Hooks: ComfyUI patches the weight for the conditioning that is about to run; we set the side path instead.
+    # Hooks: ComfyUI patches the weight for the conditioning that is about to run; we set the side path instead. All
+    # three are called by patch_hooks, which has ejected the model and injects it again afterwards.
 
     def patch_hook_weight_to_device(
         self, hooks: Any, combined_patches: dict[str, Any], key: str, original_weights: Any, memory_counter: Any
@@ -112,41 +216,37 @@ class _SidePatches:
             return
         if key not in combined_patches:
             return
-        original_weights.pop(key, None)
         self.hook_side_patches[key] = list(combined_patches[key])
         self.cached_hook_patches.setdefault(hooks, {})[key] = (self.hook_side_patches[key], None)  # type: ignore[attr-defined]
-        self._install([key])
 
     def patch_cached_hook_weights(self, cached_weights: dict[str, Any], key: str, memory_counter: Any) -> None:
         if key not in packed_modules(self.model):
             super().patch_cached_hook_weights(cached_weights=cached_weights, key=key, memory_counter=memory_counter)  # type: ignore[misc]
             return
         self.hook_side_patches[key] = cached_weights[key][0]
-        self._install([key])
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
-        gone = [k for k in self.hook_side_patches if whitelist_keys_set is None or k in whitelist_keys_set]
-        for key in gone:
-            del self.hook_side_patches[key]
-        self._install(gone)
-        super().unpatch_hooks(whitelist_keys_set)  # type: ignore[misc]
+        with self.use_ejected():  # type: ignore[attr-defined]
+            if whitelist_keys_set:
+                for key in whitelist_keys_set & self.hook_side_patches.keys():
+                    del self.hook_side_patches[key]
+            else:
+                self.hook_side_patches.clear()
+            super().unpatch_hooks(whitelist_keys_set)  # type: ignore[misc]
 
-    def _install(self, keys: Iterable[str]) -> None:
-        """Put the current side path of each key on its module (or take it away)."""
-        packed = packed_modules(self.model)
-        for key in keys:
-            if key not in packed:
-                continue
-            patches = [*self.side_patches.get(key, ()), *self.hook_side_patches.get(key, ())]
-            packed[key].side_path = SidePath(key, patches) if patches else None
+    # Copies
 
-    def clone(self, disable_dynamic: bool = False, **kwargs: Any) -> Any:
-        n = super().clone(disable_dynamic=disable_dynamic, **kwargs)  # type: ignore[misc]
+    def clone(self, disable_dynamic: bool = False, *args: Any, **kwargs: Any) -> Any:
+        n = super().clone(disable_dynamic, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(n, _SidePatches):
             # ComfyUI made one of its own: the compiled or hooked clone of a dynamic model must be static.
-            n = _adopt(n)
+            n = adopt(n)
         n.side_patches = {k: v[:] for k, v in self.side_patches.items()}
         n.side_uuid = self.side_uuid
+        n.hook_side_patches = {k: v[:] for k, v in self.hook_side_patches.items()}
+        if n.model is self.model:
+            # The matrices that are on the device already serve the clone as well.
+            n._side_paths = dict(self._side_paths)
         return n
 
     def clone_has_same_weights(self, clone: Any, *args: Any, **kwargs: Any) -> bool:
@@ -154,14 +254,9 @@ class _SidePatches:
             return False
         return bool(super().clone_has_same_weights(clone, *args, **kwargs))  # type: ignore[misc]
 
-    def cleanup(self) -> None:
-        """Called by ComfyUI after a run: the moment to read the output guards."""
-        super().cleanup()  # type: ignore[misc]
-        modules = [m for m in packed_modules(self.model).values() if hasattr(m, "out_features")]
-        for sentence in guard.read(modules):
-            modules[0].context.warnings.append(sentence)
+    # Saving
 
-    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+    def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, Any]:
         """The bytes of the file again; refused while a LoRA sits beside the weights, which this would lose."""
         if self.side_patches:
             raise QuantLoaderError(
@@ -169,11 +264,25 @@ class _SidePatches:
                 "lose them. Use the node 'Save Quantized Checkpoint' (QuantLoaderSave), which can leave them out or "
                 "merge them, or remove the LoRA before saving."
             )
-        return super().state_dict_for_saving(*args, **kwargs)  # type: ignore[misc]
+        out: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)  # type: ignore[misc]
+        return out
+
+    # Telling
 
     def lora_report(self) -> list[str]:
-        """One line a patched layer: how many patches, and how they are applied."""
-        return [f"{key}: {SidePath(key, patches).describe()}" for key, patches in sorted(self.side_patches.items())]
+        """How many patches sit on quantised layers and how they are applied, then one line a layer."""
+        sides = {key: SidePath(key, patches) for key, patches in sorted(self.side_patches.items())}
+        if not sides:
+            return []
+        count = sum(len(side.patches) for side in sides.values())
+        exact = sum(len(side.patches) for side in sides.values() if side.exact)
+        head = f"{count} patches on {len(sides)} quantised layers: {count - exact} beside the weight"
+        if exact:
+            head += f", {exact} on a dequantised copy"
+        into = sum(len(p) for p in self.patches.values())  # type: ignore[attr-defined]
+        if into:
+            head += f"; {into} more on plain weights, by ComfyUI"
+        return [head, *(f"{key}: {side.describe()}" for key, side in sides.items())]
 
 
 def _weight_key(key: Any) -> str:
@@ -181,12 +290,11 @@ def _weight_key(key: Any) -> str:
 
 
 def _inject(patcher: Any) -> None:
-    patcher._install([*patcher.side_patches, *patcher.hook_side_patches])
+    patcher._install()
 
 
 def _eject(patcher: Any) -> None:
-    for module in packed_modules(patcher.model).values():
-        module.side_path = None
+    patcher._remove()
 
 
 class QuantModelPatcher(_SidePatches, _Static):  # type: ignore[misc]
@@ -208,17 +316,8 @@ if _Dynamic is not None:
 
 
 def adopt(patcher: Any) -> Any:
-    """Our patcher over the model that ComfyUI's ``patcher`` holds, static or dynamic as that one is."""
+    """ComfyUI's ``patcher``, turned into one of ours in place: it may be among the loaded models already."""
     dynamic = _Dynamic is not None and isinstance(patcher, _Dynamic)
-    cls = QuantModelPatcherDynamic if dynamic else QuantModelPatcher
-    ours = cls(patcher.model, patcher.load_device, patcher.offload_device, patcher.model_size())
-    ours.__dict__.update(patcher.__dict__)
-    ours._init_side()
-    return ours
-
-
-def _adopt(stock: Any) -> Any:
-    """``stock`` (a plain static ModelPatcher that ComfyUI just made) as one of ours, its state kept."""
-    stock.__class__ = QuantModelPatcher
-    stock._init_side()
-    return stock
+    patcher.__class__ = QuantModelPatcherDynamic if dynamic else QuantModelPatcher
+    patcher._init_side()
+    return patcher

@@ -1,4 +1,4 @@
-"""LoRA beside a quantised linear: ``y += strength * (alpha / r) * (x A) B``, the codes untouched.
+"""LoRA beside a quantised layer: ``y += strength * (alpha / r) * (x A) B``, the codes untouched.
 
 A patch that has a low-rank form is added on the activations. Every other patch of a layer (LoHa, LoKr, DoRA, OFT, a
 full difference, a merge with another model) makes *all* patches of that layer run on a dequantised copy for the call,
@@ -13,15 +13,22 @@ from typing import Any
 
 import comfy.lora
 import torch
-from comfy.weight_adapter import LoRAAdapter
+from comfy.weight_adapter import LoRAAdapter, WeightAdapterBase
+
+from .errors import QuantLoaderError
 
 # ComfyUI's patch tuple: (strength_patch, adapter or tuple, strength_model, offset or None, function or None)
 Patch = tuple[float, Any, float, "tuple[int, int, int] | None", Any]
 
+_NAMES = {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}
+
 
 @dataclass(frozen=True)
 class LowRank:
-    """``y[..., rows] += x[..., cols] @ down.T @ up.T * scale`` with ``down [r, K]``, ``up [N, r]``."""
+    """``y[..., rows] += (x[..., columns] @ down.T) * scale @ up.T`` with ``down [r, K]``, ``up [N, r]``.
+
+    ``offset``: ComfyUI's ``(dim, start, length)`` into a fused weight: rows for dim 0, columns for dim 1.
+    """
 
     up: torch.Tensor
     down: torch.Tensor
@@ -44,12 +51,29 @@ def low_rank(patch: Patch) -> LowRank | None:
     up, down = up.flatten(start_dim=1), down.flatten(start_dim=1)
     if up.shape[1] != down.shape[0]:
         return None
-    scale = strength * (float(alpha) / down.shape[0] if alpha is not None else 1.0)
-    return LowRank(up, down, scale, tuple(offset) if offset is not None else None)  # type: ignore[arg-type]
+    scale = float(strength) * (float(alpha) / down.shape[0] if alpha is not None else 1.0)
+    return LowRank(up, down, scale, (offset[0], offset[1], offset[2]) if offset is not None else None)
+
+
+def does_nothing(patch: Patch) -> bool:
+    """Whether a patch is an addition of strength 0: it then has to change no bit, whatever its kind."""
+    strength, adapter, strength_model, _, _ = patch
+    if strength != 0.0 or strength_model != 1.0:
+        return False
+    if isinstance(adapter, tuple):
+        # ComfyUI's "set" replaces the weight whatever the strength is, and padding changes its shape.
+        return len(adapter) != 2 or (adapter[0] in ("diff", "model_as_lora") and not _pads(adapter))
+    if isinstance(adapter, LoRAAdapter):
+        return adapter.weights[5] is None
+    return isinstance(adapter, (WeightAdapterBase, list))
+
+
+def _pads(adapter: tuple[Any, Any]) -> bool:
+    return len(adapter[1]) > 1 and bool(adapter[1][1].get("pad_weight"))
 
 
 class SidePath:
-    """All patches of one linear, in order.
+    """All patches of one packed weight, in order.
 
     ``exact`` says that the layer runs on a dequantised copy; otherwise ``terms`` are added on the activations.
     """
@@ -57,79 +81,139 @@ class SidePath:
     def __init__(self, key: str, patches: Sequence[Patch]) -> None:
         self.key = key
         self.patches = tuple(patches)
-        forms = [low_rank(p) for p in self.patches]
+        self.active = tuple(p for p in self.patches if not does_nothing(p))
+        forms = [low_rank(p) for p in self.active]
         self.exact = any(form is None for form in forms)
-        self.terms: tuple[LowRank, ...] = () if self.exact else tuple(f for f in forms if f is not None and f.scale)
+        self.terms: tuple[LowRank, ...] = () if self.exact else tuple(f for f in forms if f is not None)
         self._on_device: dict[tuple[torch.device, torch.dtype], tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}
+
+    def same(self, patches: Sequence[Patch]) -> bool:
+        """Whether this side path is the one of ``patches``: equal strengths on the very same matrices."""
+        return len(patches) == len(self.patches) and all(
+            a is b or (a[0] == b[0] and a[1] is b[1] and a[2:4] == b[2:4] and a[4] is b[4])
+            for a, b in zip(self.patches, patches, strict=True)
+        )
 
     def describe(self) -> str:
         """How the patches of this layer are applied, for the report."""
+        count = len(self.patches)
+        idle = count - len(self.active)
+        note = f" ({idle} of strength 0)" if idle else ""
         if self.exact:
-            kinds = sorted({_kind(p) for p in self.patches})
-            return f"{len(self.patches)} on a dequantised copy ({', '.join(kinds)} has no low-rank form)"
-        return f"{len(self.patches)} beside the weight, rank {sum(t.rank for t in self.terms)}"
+            kinds = sorted({kind(p) for p in self.active if low_rank(p) is None})
+            verb = "has" if len(kinds) == 1 else "have"
+            return f"{count} on a dequantised copy{note}: {', '.join(kinds)} {verb} no low-rank form"
+        if not self.terms:
+            return f"{count} without effect (strength 0)"
+        return f"{count} beside the weight{note}, rank {sum(t.rank for t in self.terms)}"
 
-    def check(self, shape: tuple[int, int]) -> str | None:
-        """Why a term does not fit a linear of ``shape`` ``(N, K)``; None when all do."""
-        for term in self.terms:
-            N, K = shape
-            if term.offset is not None:
-                dim, _, length = term.offset
-                N, K = (length, K) if dim == 0 else (N, length)
-            if tuple(term.up.shape[:1]) != (N,) or tuple(term.down.shape[1:]) != (K,):
-                found = f"{term.up.shape[0]} x {term.down.shape[1]}"
-                return f"the LoRA has {found} for {self.key}, the model's layer is {N} x {K}"
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """Why a patch does not fit a weight of ``shape`` ``(N, K)``; None when all do.
+
+        ComfyUI logs such a patch and goes on without it, so a LoRA of another model would be lost in silence.
+        """
+        for patch in self.patches:
+            found = _patch_shape(patch)
+            if found is None:
+                continue
+            wanted = list(shape)
+            if patch[3] is not None:
+                dim, start, length = patch[3][:3]
+                if dim >= len(wanted) or start + length > wanted[dim]:
+                    return f"it has a part for {self.key} at {start} to {start + length}, the model's has {wanted[dim]}"
+                wanted[dim] = length
+            if len(found) != 2 or found != tuple(wanted):
+                dims = " x ".join(map(str, found))
+                return f"it has {dims} for {self.key}, the model's layer is {' x '.join(map(str, wanted))}"
         return None
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """``y`` with every term added. ``x`` is the linear's input before any quantisation or smoothing."""
+        """``y`` ``[..., N]`` with every term added. ``x`` ``[..., K]`` is the linear's own input, before any
+        quantisation or smoothing."""
         for term, (down, up) in zip(self.terms, self._matrices(x.device, x.dtype), strict=True):
-            if term.offset is None:
-                y = y + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
-                continue
-            dim, start, length = term.offset
-            if dim == 0:
-                delta = torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
-                y = torch.cat((y[..., :start], y[..., start : start + length] + delta, y[..., start + length :]), -1)
-            else:
-                part = x[..., start : start + length]
-                y = y + torch.nn.functional.linear(torch.nn.functional.linear(part, down), up)
+            rows = columns = None
+            if term.offset is not None:
+                dim, start, length = term.offset
+                rows, columns = ((start, length), None) if dim == 0 else (None, (start, length))
+            part = x if columns is None else x[..., columns[0] : columns[0] + columns[1]]
+            delta = torch.nn.functional.linear(torch.nn.functional.linear(part, down) * term.scale, up)
+            if rows is not None:
+                delta = torch.nn.functional.pad(delta, (rows[0], y.shape[-1] - rows[0] - rows[1]))
+            y = y + delta
         return y
+
+    def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The same for a table lookup: ``rows`` ``[*ids.shape, K]`` of the table ``W + up @ down * scale``."""
+        for term, (down, up) in zip(self.terms, self._matrices(rows.device, rows.dtype), strict=True):
+            delta = torch.nn.functional.linear(torch.nn.functional.embedding(ids, up) * term.scale, down.t())
+            rows = rows + delta
+        return rows
+
+    @property
+    def fused(self) -> bool:
+        """Whether some term goes into a part of the weight only."""
+        return any(term.offset is not None for term in self.terms)
 
     def patch(self, weight: torch.Tensor) -> torch.Tensor:
         """ComfyUI's own arithmetic on a dense float32 ``weight`` ``[N, K]``, which this may overwrite."""
-        return comfy.lora.calculate_weight(list(self.patches), weight, self.key, intermediate_dtype=torch.float32)
+        original = None
+        if any(_names(p, "model_as_lora") for p in self.active):
+            original = {self.key: [(weight.clone(),)]}
+        return comfy.lora.calculate_weight(
+            list(self.active), weight, self.key, intermediate_dtype=torch.float32, original_weights=original
+        )
 
     def _matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         cached = self._on_device.get((device, dtype))
         if cached is not None:
             return cached
-        made = tuple(
-            (
-                term.down.to(device=device, dtype=dtype),
-                # The scale is folded in while still in float32: strength changes then cost nothing per call.
-                (term.up.to(device=device, dtype=torch.float32) * term.scale).to(dtype),
-            )
-            for term in self.terms
-        )
+        made = tuple((t.down.to(device=device, dtype=dtype), t.up.to(device=device, dtype=dtype)) for t in self.terms)
         if not torch.compiler.is_compiling():
             self._on_device[(device, dtype)] = made
         return made
 
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the matrices to the device before a run, so that a compiled graph finds them there."""
-        self._matrices(device, dtype)
+
+def _names(patch: Patch, kind_of_tuple: str) -> bool:
+    adapter = patch[1]
+    return isinstance(adapter, tuple) and len(adapter) == 2 and adapter[0] == kind_of_tuple
 
 
-def _kind(patch: Patch) -> str:
+def _patch_shape(patch: Patch) -> tuple[int, ...] | None:
+    """The shape of weight a patch is made for, where it is known without computing it."""
     adapter = patch[1]
     if isinstance(adapter, LoRAAdapter):
-        if patch[2] != 1.0:
-            return "a merge with another model"
-        return "DoRA" if adapter.weights[4] is not None else "LoRA with a middle or reshape part"
+        up, down, _, mid, _, reshape = adapter.weights
+        if mid is not None or reshape is not None:
+            return None
+        return int(up.shape[0]), int(down[0].numel())
+    if isinstance(adapter, tuple) and not _names(patch, "set"):
+        values = adapter[1] if len(adapter) == 2 else adapter
+        if len(adapter) == 2 and _pads(adapter):
+            return None
+        if isinstance(values[0], torch.Tensor):
+            if not values[0].is_floating_point():
+                raise QuantLoaderError(
+                    "A patch made of a quantised model's raw codes reached this model; adding codes to weights gives "
+                    "noise. Load the other model with a Quant Loader node, or use its 16-bit version."
+                )
+            return tuple(values[0].shape)
+    return None
+
+
+def kind(patch: Patch) -> str:
+    """What a patch is called in the report."""
+    adapter = patch[1]
+    if isinstance(adapter, list) or patch[2] != 1.0:
+        return "a merge with another model"
+    if isinstance(adapter, LoRAAdapter):
+        if adapter.weights[4] is not None:
+            return "DoRA"
+        if adapter.weights[3] is not None or adapter.weights[5] is not None:
+            return "LoRA with a middle or reshaping part"
+        return "LoRA"
     name = getattr(adapter, "name", None)
     if name:
-        return {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}.get(name, str(name))
+        return _NAMES.get(name, str(name))
     if isinstance(adapter, tuple) and len(adapter) == 2 and isinstance(adapter[0], str):
         return f"a '{adapter[0]}' patch"
-    return "a merge with another model" if isinstance(adapter, list) else "a full difference"
+    return "a full difference"
