@@ -1,0 +1,226 @@
+// The panel of one node: asks the server about the node's files, keeps the answers, lays itself out in either renderer.
+
+import { h, icon } from "./dom.js";
+import { fileView } from "./file_view.js";
+import { openTable } from "./layer_table.js";
+import { chooseValue, keyOf, subjectsOf } from "./nodes.js";
+import { ranView } from "./ran.js";
+import { fetchCheck, fetchPlan } from "./server.js";
+import { settings } from "./settings.js";
+import { t } from "./words.js";
+
+const WIDGET = "quant_loader_panel";
+const MAX_HEIGHT = 420; // graph units; longer answers scroll
+const MARGIN = 8;
+
+/** Calls `after` whenever `owner[name]` was called, and keeps what was there. */
+function chain(owner, name, after) {
+  const before = owner[name];
+  owner[name] = function chained(...args) {
+    const result = before?.apply(this, args);
+    after(...args);
+    return result;
+  };
+}
+
+export class NodePanel {
+  constructor(node, entry, panels) {
+    this.node = node;
+    this.entry = entry;
+    this.views = new Map();
+    this.ran = null;
+    this.height = 0;
+    this.settled = false;
+    this.body = h("div", { class: "ql-body" });
+    this.element = h("section", { class: "ql-panel", "aria-label": t("panel.label") }, this.body);
+    // Typing in the panel must not reach the canvas, where Delete removes the node.
+    for (const event of ["keydown", "keyup", "copy", "paste"]) this.element.addEventListener(event, (e) => e.stopPropagation());
+    this.element.addEventListener("wheel", (e) => this.#wheel(e), { passive: true });
+    this.widget = node.addDOMWidget(WIDGET, "QUANT_LOADER_PANEL", this.element, {
+      serialize: false,
+      hideOnZoom: false,
+      hideInPanel: true,
+      margin: MARGIN,
+      getMinHeight: () => this.height,
+      getMaxHeight: () => (this.height ? MAX_HEIGHT * 2 : 0),
+    });
+    this.widget.serialize = false;
+    this.sizes = new ResizeObserver(() => this.#layOut());
+    this.sizes.observe(this.body);
+
+    for (const name of [...entry.files, entry.folderWidget, "rules", "execution"]) {
+      const widget = node.widgets?.find((candidate) => candidate.name === name);
+      if (widget) chain(widget, "callback", () => this.refresh());
+    }
+    chain(node, "onConfigure", () => this.refresh());
+    chain(node, "onConnectionsChange", () => queueMicrotask(() => this.refresh()));
+    chain(node, "onExecuted", (output) => this.showRan(output?.quant_loader));
+    chain(node, "onAdded", () => {
+      panels.add(this);
+      this.refresh();
+    });
+    chain(node, "onRemoved", () => {
+      panels.delete(this);
+      this.views.forEach((view) => view.abort?.abort());
+    });
+    settings.onPanelChange(() => this.draw());
+    if (node.graph) panels.add(this);
+    // The workflow's values arrive after this call.
+    queueMicrotask(() => this.refresh());
+    this.draw();
+  }
+
+  /** Asks about every file of the node: new ones at once, known ones whether they changed. */
+  refresh() {
+    if (!settings.showPanel()) return;
+    const subjects = subjectsOf(this.node, this.entry);
+    const keys = new Set(subjects.map(keyOf));
+    let changed = false;
+    for (const [key, view] of this.views) {
+      if (keys.has(key)) continue;
+      view.abort?.abort();
+      this.views.delete(key);
+      changed = true;
+    }
+    if (changed) this.ran = null;
+    for (const subject of subjects) {
+      const key = keyOf(subject);
+      let view = this.views.get(key);
+      if (!view) {
+        view = { subject };
+        this.views.set(key, view);
+        changed = true;
+      }
+      if (!subject.linked && !view.abort) void this.#ask(view);
+    }
+    if (changed) this.drawSoon();
+  }
+
+  async #ask(view) {
+    view.abort = new AbortController();
+    const { signal } = view.abort;
+    try {
+      const answers = [
+        fetchCheck(view.subject, signal).then(({ body, tag }) => {
+          if (tag === view.checkTag) return;
+          Object.assign(view, { check: body, checkTag: tag, error: null });
+          if (body.verdict !== "refused") this.#clearRefusal(view);
+          this.draw();
+        }),
+        fetchPlan(view.subject, signal).then(({ body, tag }) => {
+          if (tag === view.planTag) return;
+          Object.assign(view, { plan: body, planTag: tag });
+          this.drawSoon();
+        }),
+      ];
+      const [check, plan] = await Promise.allSettled(answers);
+      if (plan.status === "rejected") view.plan = null;
+      if (check.status === "rejected") throw check.reason;
+      if (view.error) {
+        view.error = null;
+        this.draw();
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (view.error !== error.message) {
+        Object.assign(view, { error: error.message, check: null, checkTag: null });
+        this.draw();
+      }
+    } finally {
+      view.abort = null;
+    }
+  }
+
+  /** The text with which the server refused a run, or "" when the last run was taken. */
+  showRefusal(text) {
+    let changed = false;
+    for (const view of this.views.values()) {
+      // Several files, one text: it names the file that it means.
+      const own = text && (this.views.size === 1 || view.check?.verdict === "refused") ? text : "";
+      if ((view.refusal ?? "") === own) continue;
+      view.refusal = own;
+      changed = true;
+    }
+    if (changed) this.draw();
+    if (text) this.refresh();
+  }
+
+  #clearRefusal(view) {
+    if (!view.refusal) return;
+    view.refusal = "";
+    this.node.has_errors = false;
+    this.node.graph?.setDirtyCanvas?.(true, true);
+  }
+
+  /** What a run reported: the `quant_loader` entries of the node's output. */
+  showRan(entries) {
+    if (!entries) return;
+    this.ran = entries;
+    this.draw();
+  }
+
+  drawSoon() {
+    this.waiting ??= setTimeout(() => this.draw(), 120);
+  }
+
+  draw() {
+    clearTimeout(this.waiting);
+    this.waiting = null;
+    const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.qlKey : null;
+    const open = this.body.querySelector("details")?.open;
+    this.body.replaceChildren(...(settings.showPanel() ? this.#content() : []));
+    const refused = [...this.views.values()].some((view) => view.check?.verdict === "refused" || view.error);
+    this.element.classList.toggle("ql-bad", refused);
+    this.element.hidden = this.body.childElementCount === 0;
+    if (open) this.body.querySelector("details")?.setAttribute("open", "");
+    if (focused) this.body.querySelector(`[data-ql-key="${CSS.escape(focused)}"]`)?.focus();
+    this.#layOut();
+  }
+
+  #content() {
+    const views = [...this.views.values()];
+    const refusal = views.some((view) => view.refusal);
+    const actionsOf = (view) => ({
+      again: () => this.refresh(),
+      acceptCompatible: () => chooseValue(this.node, "rules", "compatible"),
+      openTable: () => openTable(view.check, view.plan),
+    });
+    const parts = [];
+    if (refusal) parts.push(h("div", { class: "ql-run ql-run-refused" }, icon("refused"), t("run.refused")));
+    const files = views.flatMap((view) => h("div", { class: "ql-file-view" }, fileView(view, actionsOf(view), views.length > 1)));
+    if (files.length > 0) parts.push(...files);
+    else if (this.entry.files.length > 0) parts.push(h("p", { class: "ql-muted" }, t("state.nothing")));
+    if (this.ran) parts.push(ranView(this.ran));
+    // Screen readers hear the verdict when it changes, not the whole panel.
+    const verdicts = views.filter((view) => view.check).map((view) => `${view.subject.file}: ${t(`verdict.${view.check.verdict}`)}`);
+    this.#announce([refusal && t("run.refused"), ...verdicts].filter(Boolean).join(". "));
+    return parts;
+  }
+
+  #announce(text) {
+    this.live ??= this.element.appendChild(h("div", { class: "ql-sr", role: "status", "aria-live": "polite" }));
+    if (this.live.textContent !== text) this.live.textContent = text;
+  }
+
+  /** Scrolls a long answer; the canvas zooms with every other wheel. */
+  #wheel(event) {
+    const room = this.element.scrollHeight - this.element.clientHeight;
+    if (room > 1 && !event.ctrlKey) event.stopPropagation();
+  }
+
+  /** Gives the node the height that the answer needs; keeps what the user added by hand. */
+  #layOut() {
+    const natural = this.element.hidden ? 0 : Math.min(this.body.offsetHeight + 2, MAX_HEIGHT) + 2 * MARGIN;
+    if (natural === this.height || (natural > 0 && this.body.offsetHeight === 0)) return;
+    const { node } = this;
+    const spare = node.size[1] - node.computeSize()[1];
+    this.height = natural;
+    if (window.LiteGraph?.vueNodesMode) return; // there the page lays the node out
+    const needed = node.computeSize()[1];
+    // The first answer after loading finds the height that the workflow brought.
+    const height = this.settled ? needed + Math.max(spare, 0) : Math.max(node.size[1], needed);
+    this.settled = this.settled || [...this.views.values()].some((view) => view.check);
+    node.setSize([node.size[0], height]);
+    node.graph?.setDirtyCanvas?.(true, true);
+  }
+}
