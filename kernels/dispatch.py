@@ -44,7 +44,7 @@ def reference_linear(
     fmt = format_of(spec)
     if execution is None:
         execution = "exact" if spec.get("full_precision_matrix_mult", False) else "native"
-    if execution == "int8" and fmt.int8_is_native(spec):
+    if execution == "int8" and fmt.int8_is_native:
         execution = "native"
     with torch.no_grad():
         return fmt.reference(x, spec, tensors, bias, execution)

@@ -133,7 +133,9 @@ def _kitchen() -> tuple[str | None, frozenset[str], frozenset[str], str]:
     except ImportError:
         return None, frozenset(), frozenset(), ""
     version = _distribution("comfy-kitchen") or "0"
-    backends, operators, problems = set(), set(), []
+    backends: set[str] = set()
+    operators: set[str] = set()
+    problems: list[str] = []
     for name, status in registry.list_backends().items():
         if name == "eager":
             continue

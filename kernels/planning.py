@@ -64,7 +64,7 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
     if execution not in MODES:
         raise ValueError(f"execution must be one of {', '.join(MODES)}, found {execution!r}")
     fmt = format_of(spec)
-    order, note = _order(spec, facts, execution, fmt.int8_is_native(spec))
+    order, note = _order(spec, execution, fmt.int8_is_native)
     passed_over: list[Alternative] = []
     fitting: list[Route] = []
     for wanted, allow_slow in order:
@@ -112,9 +112,7 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
     )
 
 
-def _order(
-    spec: Spec, facts: DeviceFacts, mode: Mode, int8_is_native: bool
-) -> tuple[tuple[tuple[Execution, bool], ...], str]:
+def _order(spec: Spec, mode: Mode, int8_is_native: bool) -> tuple[tuple[tuple[Execution, bool], ...], str]:
     """(execution, slow routes allowed) in the order to try, and a note for the reason."""
     full_precision = bool(spec.get("full_precision_matrix_mult", False))
     if mode == "exact":

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def run(operator: str, backends: str, bodies: Mapping[str, Callable[..., Tensor]
     A single backend is what a caller insists on, and the last one has no successor: their errors are raised.
     """
     names = backends.split(",")
-    for name, successor in zip(names, names[1:], strict=False):
+    for name, successor in pairwise(names):
         if is_retired(operator, name):
             continue
         try:

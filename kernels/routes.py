@@ -20,16 +20,16 @@ Fits = Callable[[Spec, DeviceFacts], str | None]
 Slow = Callable[[DeviceFacts], bool]
 
 
-def _always(spec: Spec, facts: DeviceFacts) -> str | None:
+def _always(_spec: Spec, _facts: DeviceFacts) -> str | None:
     return None
 
 
-def never_slow(facts: DeviceFacts) -> bool:
+def never_slow(_facts: DeviceFacts) -> bool:
     """A route that is at least as fast as a 16-bit linear wherever it fits."""
     return False
 
 
-def always_slow(facts: DeviceFacts) -> bool:
+def always_slow(_facts: DeviceFacts) -> bool:
     """A route that stands in for hardware the device does not have."""
     return True
 
@@ -67,7 +67,7 @@ def _text(version: Version | None) -> str:
 def kitchen(*operators: str) -> Fits:
     """comfy-kitchen has real kernels for all of ``operators`` on this device."""
 
-    def fits(spec: Spec, facts: DeviceFacts) -> str | None:
+    def fits(_spec: Spec, facts: DeviceFacts) -> str | None:
         if facts.maker not in ("nvidia", "amd"):
             return "comfy-kitchen has kernels for NVIDIA and AMD graphics cards only."
         if facts.kitchen is None:
@@ -91,7 +91,7 @@ def kitchen(*operators: str) -> Fits:
 def nvidia(minimum: tuple[int, int], what: str) -> Fits:
     """An NVIDIA card of at least this compute capability."""
 
-    def fits(spec: Spec, facts: DeviceFacts) -> str | None:
+    def fits(_spec: Spec, facts: DeviceFacts) -> str | None:
         if facts.maker != "nvidia":
             return f"{what} needs an NVIDIA card."
         if facts.sm < minimum:
@@ -113,7 +113,7 @@ def _triton(facts: DeviceFacts) -> str | None:
     return None
 
 
-def triton_matmul(spec: Spec, facts: DeviceFacts) -> str | None:
+def triton_matmul(_spec: Spec, facts: DeviceFacts) -> str | None:
     """Our Triton INT8 product can run: a tensor core that Triton reaches."""
     reason = _triton(facts)
     if reason is not None:
@@ -126,7 +126,7 @@ def triton_matmul(spec: Spec, facts: DeviceFacts) -> str | None:
     return f"Triton reaches no tensor cores on this card (compute capability {_text(facts.sm)}; 8.0 is needed)."
 
 
-def torch_int8_units(spec: Spec, facts: DeviceFacts) -> str | None:
+def torch_int8_units(_spec: Spec, facts: DeviceFacts) -> str | None:
     """``torch._int_mm`` runs on int8 units of this device, exactly."""
     if facts.maker == "cpu":
         return None if facts.vnni else "this CPU has no exact int8 instructions (VNNI)."
@@ -149,7 +149,7 @@ def torch_int8_slow(facts: DeviceFacts) -> bool:
 def inputs_divisible(by: int, what: str) -> Fits:
     """K is a multiple of ``by``."""
 
-    def fits(spec: Spec, facts: DeviceFacts) -> str | None:
+    def fits(spec: Spec, _facts: DeviceFacts) -> str | None:
         K = spec.shape[1]
         return (
             None if K % by == 0 else f"{what} needs the number of inputs to be a multiple of {by}; this layer has {K}."
@@ -161,7 +161,7 @@ def inputs_divisible(by: int, what: str) -> Fits:
 def outputs_divisible(by: int, what: str) -> Fits:
     """N is a multiple of ``by``."""
 
-    def fits(spec: Spec, facts: DeviceFacts) -> str | None:
+    def fits(spec: Spec, _facts: DeviceFacts) -> str | None:
         N = spec.shape[0]
         return (
             None if N % by == 0 else f"{what} needs the number of outputs to be a multiple of {by}; this layer has {N}."
@@ -170,7 +170,7 @@ def outputs_divisible(by: int, what: str) -> Fits:
     return fits
 
 
-def rotatable(spec: Spec, facts: DeviceFacts) -> str | None:
+def rotatable(spec: Spec, _facts: DeviceFacts) -> str | None:
     """The weight can be carried over to INT8 rows with ConvRot."""
     K = spec.shape[1]
     return None if K % 16 == 0 else f"carrying a weight over to INT8 needs a multiple of 16 inputs; this layer has {K}."

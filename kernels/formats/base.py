@@ -38,20 +38,18 @@ class Format(ABC):
 
     #: As layers declare it.
     name: str
+    #: Whether the format's own arithmetic is INT8 already, so that the ``int8`` execution is ``native``.
+    int8_is_native: ClassVar[bool] = False
     #: Of the operator ``quant_loader::<operator>``.
     operator: str
     #: What can run it, best first within each execution. Every execution ends in a torch route that always fits.
     routes: ClassVar[tuple[Route, ...]]
 
-    def int8_is_native(self, spec: Spec) -> bool:
-        """Whether the format's own arithmetic is INT8 already, so that the ``int8`` execution is ``native``."""
-        return False
-
     @abstractmethod
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         """Row access to the decoded weight."""
 
-    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
+    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:  # noqa: ARG002
         """Row access to the weight's own INT8 codes and their rotation group, where the format has such codes."""
         return None
 
@@ -65,7 +63,7 @@ class Format(ABC):
     ) -> Tensor:
         """Call the format's operator; ``backends`` is the ladder of a plan."""
 
-    def input(self, x: Tensor, tensors: Tensors) -> Tensor:
+    def input(self, x: Tensor, tensors: Tensors) -> Tensor:  # noqa: ARG002
         """The activation the weight acts on: smoothed, where the format knows that."""
         return x
 
@@ -101,7 +99,7 @@ class Format(ABC):
         return reference_int8(x, *rows(0, N), group)
 
     def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        """Rows of the dense weight, float32 ``[*index.shape, K]``. Formats that can decode single rows override this."""
+        """Rows of the dense weight, float32 ``[*index.shape, K]``. Formats that decode single rows override this."""
         return torch.nn.functional.embedding(index, self.dequantize(spec, tensors)[:, : spec.shape[1]])
 
 

@@ -12,6 +12,7 @@ Tensors: ``weight`` float8 (or U8) [N, K]; ``weight_scale`` [] / [1] / [N] / [N,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .int8 import (
     triton_codes,
 )
 from .int8_rows import carry
-from .products import dense_linear, flatten, int8_linear, values_linear
+from .products import FloatRows, dense_linear, flatten, int8_linear, values_linear
 from .rotation import preferred_group
 from .scales import as_float8, optional, required, row_scale, scalar
 
@@ -39,8 +40,8 @@ _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @operator(
     "fp8_linear",
-    "(Tensor x, Tensor qweight, Tensor? scale, Tensor? input_scale, Tensor? bias, int out_features, str codes, str execution, "
-    "str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor? scale, Tensor? input_scale, Tensor? bias, int out_features, "
+    "str codes, str execution, str backends) -> Tensor",
 )
 def _fp8_linear(
     x: Tensor,
@@ -53,92 +54,114 @@ def _fp8_linear(
     execution: str,
     backends: str,
 ) -> Tensor:
-    weight, factor = canonical(qweight, scale, _CODES[codes])
-    weight, factor = weight[:out_features], factor[:out_features] if factor.dim() else factor
+    weight = canonical(qweight, scale, input_scale, codes, out_features)
+    return run(f"fp8_linear ({execution})", backends, _BODIES[execution], x, weight, bias)
+
+
+class Fp8Weight(NamedTuple):
+    """``codes`` float8 [N, K]; ``scale`` float32 [] or [N, 1]; ``static`` the file's activation scale, float32 [], or
+    None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    static: Tensor | None
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Output features."""
+        return self.codes.shape[0]
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        """Input features."""
+        return self.codes.shape[1]
+
+    def decoded(self) -> FloatRows:
+        """Row access to the dense weight."""
+        return scaled_rows(self.codes, self.scale)
+
+
+def canonical(
+    qweight: Tensor, scale: Tensor | None, input_scale: Tensor | None, codes: str, out_features: int | None = None
+) -> Fp8Weight:
+    """The weight from the file's tensors; a missing scale means 1."""
+    weight = as_float8(qweight, _CODES[codes])
+    if scale is None:
+        factor = torch.ones((), dtype=torch.float32, device=qweight.device)
+    else:
+        factor = row_scale(scale, qweight.shape[0])
+    # An e5m2 layer's own scale was made for e5m2 activations; the activations here are e4m3.
     static = None if input_scale is None or codes == "e5m2" else scalar(input_scale)
-    return run(f"fp8_linear ({execution})", backends, _BODIES[execution], x, weight, factor, static, bias)
+    return Fp8Weight(weight[:out_features], factor[:out_features] if factor.dim() else factor, static)
 
 
-def canonical(qweight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(float8 codes [N, K], float32 scale [] or [N, 1])."""
-    codes = as_float8(qweight, dtype)
-    factor = (
-        torch.ones((), dtype=torch.float32, device=qweight.device)
-        if scale is None
-        else row_scale(scale, qweight.shape[0])
-    )
-    return codes, factor
+def _torch_exact(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
+    return dense_linear(x, w.N, w.decoded(), 0, bias)
 
 
-def _torch_exact(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
-    return dense_linear(x, weight.shape[0], scaled_rows(weight, scale), 0, bias)
+def _torch_native(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
+    s = quantize.fp8_scale(x) if w.static is None else w.static
+    ladder = "scaled_mm,float32" if _has_scaled_mm(x, w) else "float32"
+    return run("fp8 product", ladder, {"scaled_mm": _scaled_mm, "float32": _emulated}, x, s, w, bias)
 
 
-def _torch_native(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
-    s = quantize.fp8_scale(x) if static is None else static
-    ladder = "scaled_mm,float32" if _has_scaled_mm(x, weight) else "float32"
-    return run("fp8 product", ladder, {"scaled_mm": _scaled_mm, "float32": _emulated}, x, s, weight, scale, bias)
-
-
-def _emulated(x: Tensor, s: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    def factor(start: int, stop: int) -> Tensor:
-        return s * (scale[start:stop].reshape(1, -1) if scale.dim() else scale)
-
+def _emulated(x: Tensor, s: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
     values = quantize.fp8(flatten(x), s).to(torch.float32)
-    return values_linear(x, values, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32), factor, bias)
+    scale = s * w.scale.reshape(1, -1)
+    return values_linear(x, values, w.N, lambda start, stop: w.codes[start:stop].to(torch.float32), scale, bias)
 
 
-def _has_scaled_mm(x: Tensor, weight: Tensor) -> bool:
+def _has_scaled_mm(x: Tensor, w: Fp8Weight) -> bool:
     if x.device.type != "cuda" or torch.version.hip is not None or not x.numel():
         return False
-    N, K = weight.shape
-    return torch.cuda.get_device_capability(x.device) >= (8, 9) and K % 16 == 0 and N % 16 == 0
+    return torch.cuda.get_device_capability(x.device) >= (8, 9) and w.K % 16 == 0 and w.N % 16 == 0
 
 
-def _scaled_mm(x: Tensor, s: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_mm(x: Tensor, s: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
     """The FP8 tensor cores, through torch."""
     out_dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
-    # Row scales are applied to the product: torch's row-wise recipe gives bfloat16 only and wants a scale per token as
-    # well.
-    rowwise = scale.dim() > 0
-    product_dtype = torch.float32 if rowwise else out_dtype
+    # Row scales are applied to the product: torch's row-wise recipe gives bfloat16 only and wants a scale per token
+    # too.
+    rowwise = w.scale.dim() > 0
     fused = bias if bias is not None and not rowwise and out_dtype != torch.float32 else None
     y = torch._scaled_mm(
         quantize.fp8(flatten(x), s),
-        weight.contiguous().t(),
+        w.codes.contiguous().t(),
         scale_a=s.reshape(1, 1),
-        scale_b=torch.ones_like(s).reshape(1, 1) if rowwise else scale.reshape(1, 1),
+        scale_b=torch.ones_like(s).reshape(1, 1) if rowwise else w.scale.reshape(1, 1),
         bias=None if fused is None else fused.to(out_dtype),
-        out_dtype=product_dtype,
+        out_dtype=torch.float32 if rowwise else out_dtype,
         use_fast_accum=False,
     )
     if rowwise:
-        y = y * scale.reshape(1, -1)
+        y = y * w.scale.reshape(1, -1)
     if bias is not None and fused is None:
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return y.to(x.dtype).reshape(*x.shape[:-1], w.N)
 
 
-def _torch_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
-    group = preferred_group(weight.shape[1])
-    return int8_linear(x, weight.shape[0], carry(scaled_rows(weight, scale), group), group, bias)
+def _torch_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
+    group = preferred_group(w.K)
+    return int8_linear(x, w.N, carry(w.decoded(), group), group, bias)
 
 
-def _kitchen_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
-    group = preferred_group(weight.shape[1])
-    return kitchen_codes(x, weight.shape[0], carry(scaled_rows(weight, scale), group), bias, group)
+def _kitchen_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
+    group = preferred_group(w.K)
+    return kitchen_codes(x, w.N, carry(w.decoded(), group), bias, group)
 
 
-def _triton_int8(x: Tensor, weight: Tensor, scale: Tensor, static: Tensor | None, bias: Tensor | None) -> Tensor:
+def _triton_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
     from ..triton_ops.transcode import fp8_to_int8
 
-    group = preferred_group(weight.shape[1])
+    group = preferred_group(w.K)
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        codes, factor = fp8_to_int8(weight[start:stop], scale[start:stop] if scale.dim() else scale, rotation=group)
+        scale = w.scale[start:stop] if w.scale.dim() else w.scale
+        codes, factor = fp8_to_int8(w.codes[start:stop], scale, rotation=group)
         return codes, factor.reshape(-1, 1)
 
-    return triton_codes(x, weight.shape[0], rows, bias, group)
+    return triton_codes(x, w.N, rows, bias, group)
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
@@ -148,7 +171,7 @@ _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
 }
 
 
-def _fp8_units(spec: Spec, facts: DeviceFacts) -> str | None:
+def _fp8_units(_spec: Spec, facts: DeviceFacts) -> str | None:
     if facts.maker != "nvidia" or facts.sm < (8, 9):
         return (
             f"{facts.name} has no FP8 units that PyTorch reaches (NVIDIA cards have them from compute capability 8.9)."
@@ -183,20 +206,19 @@ class Fp8(Format):
         self.name = name
         self.codes = codes
 
-    def _canonical(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        scale = optional(tensors, "weight_scale")
-        return canonical(required(spec, tensors, "weight"), scale, _CODES[self.codes])
+    def _weight(self, spec: Spec, tensors: Tensors) -> Fp8Weight:
+        qweight, scale = required(spec, tensors, "weight"), optional(tensors, "weight_scale")
+        return canonical(qweight, scale, optional(tensors, "input_scale"), self.codes)
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
-        weight, scale = self._canonical(spec, tensors)
-        return Decoded(scaled_rows(weight, scale), *weight.shape)
+        w = self._weight(spec, tensors)
+        return Decoded(w.decoded(), w.N, w.K)
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        weight, scale = self._canonical(spec, tensors)
-        static = optional(tensors, "input_scale") if self.codes == "e4m3" else None
-        s = quantize.fp8_scale(x) if static is None else scalar(static)
-        product = quantize.fp8(x, s).to(torch.float32) @ weight.to(torch.float32).t()
-        return product * (s * scale).reshape(1, -1)
+        w = self._weight(spec, tensors)
+        s = quantize.fp8_scale(x) if w.static is None else w.static
+        product = quantize.fp8(x, s).to(torch.float32) @ w.codes.to(torch.float32).t()
+        return product * (s * w.scale).reshape(1, -1)
 
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
@@ -206,7 +228,7 @@ class Fp8(Format):
         return _fp8_linear(x, weight, scale, static, bias, spec.shape[0], self.codes, execution, backends)
 
     def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        weight, scale = self._canonical(spec, tensors)
+        w = self._weight(spec, tensors)
         # Looked up as bytes: devices have no gather kernel for 8-bit floats.
-        rows = torch.nn.functional.embedding(index, weight.view(torch.uint8)).view(weight.dtype).to(torch.float32)
-        return rows * (torch.nn.functional.embedding(index, scale) if scale.dim() else scale)
+        rows = torch.nn.functional.embedding(index, w.codes.view(torch.uint8)).view(w.codes.dtype).to(torch.float32)
+        return rows * (torch.nn.functional.embedding(index, w.scale) if w.scale.dim() else w.scale)

@@ -45,7 +45,8 @@ CARRY_BYTES = 128 << 20
 
 @operator(
     "int8_linear",
-    "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias, int out_features, int group, str execution, str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias, int out_features, int group, str execution, "
+    "str backends) -> Tensor",
 )
 def _int8_linear(
     x: Tensor,
@@ -158,7 +159,7 @@ def kitchen_shapes(spec: Spec, facts: DeviceFacts) -> str | None:
     return inputs_divisible(16, what)(spec, facts) or outputs_divisible(8, what)(spec, facts)
 
 
-def our_rotation(spec: Spec, facts: DeviceFacts) -> str | None:
+def our_rotation(spec: Spec, _facts: DeviceFacts) -> str | None:
     """Our row quantiser rotates in groups of 16, 64 and 256."""
     if _group(spec) in (0, *PREFERRED_GROUPS):
         return None
@@ -191,7 +192,7 @@ TORCH_FLOAT_CODES = Route(
     "native",
     "torch",
     "float32 products of the codes",
-    "This device has no exact int8 instructions, so the codes are multiplied as float32, at the speed of a float linear.",
+    "This device has no exact int8 instructions, so the codes are multiplied as float32, as fast as any linear.",
     slow=torch_int8_slow,
 )
 EXACT = Route(
@@ -209,11 +210,9 @@ class Int8(Format):
     """``int8_tensorwise``."""
 
     name = "int8_tensorwise"
+    int8_is_native = True
     operator = "int8_linear"
     routes = (KITCHEN_INT8, TRITON_INT8, TORCH_INT8, TORCH_FLOAT_CODES, EXACT)
-
-    def int8_is_native(self, spec: Spec) -> bool:
-        return True
 
     def _parts(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
         qweight = required(spec, tensors, "weight")
@@ -221,7 +220,9 @@ class Int8(Format):
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         qweight, scale = self._parts(spec, tensors)
-        return Decoded(scaled_rows(qweight, scale), *qweight.shape, rotation_group(spec, always=False))
+        return Decoded(
+            scaled_rows(qweight, scale), qweight.shape[0], qweight.shape[1], rotation_group(spec, always=False)
+        )
 
     def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
         return codes_and_scale(*self._parts(spec, tensors)), rotation_group(spec, always=False)

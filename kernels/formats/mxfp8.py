@@ -40,7 +40,8 @@ BLOCK = quantize.MXFP8_BLOCK
 
 @operator(
     "mxfp8_linear",
-    "(Tensor x, Tensor qweight, Tensor block_scale, Tensor? bias, int out_features, str execution, str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor block_scale, Tensor? bias, int out_features, str execution, "
+    "str backends) -> Tensor",
 )
 def _mxfp8_linear(
     x: Tensor,
@@ -84,8 +85,7 @@ def _torch_exact(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -
 
 
 def _torch_native(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    return values_linear(x, _activation(flatten(x)), codes.shape[0], _decoded(codes, tiles), lambda a, b: one, bias)
+    return values_linear(x, _activation(flatten(x)), codes.shape[0], _decoded(codes, tiles), None, bias)
 
 
 def _kitchen_native(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
 }
 
 
-def block_scaled_mm(spec: Spec, facts: DeviceFacts) -> str | None:
+def block_scaled_mm(_spec: Spec, facts: DeviceFacts) -> str | None:
     """torch's block-scaled ``scaled_mm``."""
     if facts.torch < (2, 10):
         return f"PyTorch {'.'.join(map(str, facts.torch))} has no block-scaled product; 2.10 is needed."

@@ -13,6 +13,7 @@ Tensors: ``weight`` U8 [N, K / 2]; ``weight_scale`` e4m3 (or U8), K / 16 columns
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ BLOCK = quantize.NVFP4_BLOCK
 
 @operator(
     "nvfp4_linear",
-    "(Tensor x, Tensor qweight, Tensor block_scale, Tensor global_scale, Tensor? input_scale, Tensor? pre_quant_scale, Tensor? bias, "
-    "int out_features, str execution, str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor block_scale, Tensor global_scale, Tensor? input_scale, "
+    "Tensor? pre_quant_scale, Tensor? bias, int out_features, str execution, str backends) -> Tensor",
 )
 def _nvfp4_linear(
     x: Tensor,
@@ -56,17 +57,54 @@ def _nvfp4_linear(
     execution: str,
     backends: str,
 ) -> Tensor:
-    packed, tiles = canonical("", qweight, block_scale)
-    x = pad_inputs(smooth(x, pre_quant_scale), 2 * packed.shape[1])
-    static = None if input_scale is None else scalar(input_scale)
-    arguments = (x, packed, tiles, scalar(global_scale), static, bias, out_features)
-    return run(f"nvfp4_linear ({execution})", backends, _BODIES[execution], *arguments)
+    weight = canonical("", qweight, block_scale, global_scale, input_scale, out_features)
+    x = pad_inputs(smooth(x, pre_quant_scale), weight.K)
+    return run(f"nvfp4_linear ({execution})", backends, _BODIES[execution], x, weight, bias)
 
 
-def canonical(layer: str, qweight: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(uint8 [N, K / 2], uint8 scale tiles [ceil128(N), ceil4(K / 16)])."""
+class Nvfp4Weight(NamedTuple):
+    """``packed`` uint8 [rows, K / 2]; ``tiles`` uint8 [ceil128(rows), ceil4(K / 16)]; ``factor`` float32 []; ``static``
+    the file's activation scale, float32 [], or None; ``N`` the rows that are wanted (the stored ones may be padded)."""
+
+    packed: Tensor
+    tiles: Tensor
+    factor: Tensor
+    static: Tensor | None
+    N: int
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        """Stored input features."""
+        return 2 * self.packed.shape[1]
+
+    def decoded(self, *, unscaled: bool = False) -> FloatRows:
+        """Row access to the dense weight; ``unscaled``: without ``factor``."""
+        columns = self.K // BLOCK
+        table = torch.tensor(quantize.E2M1_VALUES, dtype=torch.float32, device=self.packed.device)
+
+        def rows(start: int, stop: int) -> Tensor:
+            codes = unpack_nibbles(self.packed[start:stop], high_first=True)
+            scale = e4m3_to_float(untile(self.tiles, start, stop, columns))
+            scale = scale if unscaled else scale * self.factor
+            values = torch.index_select(table, 0, codes.reshape(-1).to(torch.int32))
+            return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, -1)
+
+        return rows
+
+
+def canonical(
+    layer: str,
+    qweight: Tensor,
+    block_scale: Tensor,
+    global_scale: Tensor,
+    input_scale: Tensor | None,
+    out_features: int | None = None,
+) -> Nvfp4Weight:
+    """The weight from the file's tensors."""
     packed = qweight.view(torch.uint8)
-    return packed, check_tiled(layer, block_scale.view(torch.uint8), packed.shape[0], 2 * packed.shape[1] // BLOCK)
+    tiles = check_tiled(layer, block_scale.view(torch.uint8), packed.shape[0], 2 * packed.shape[1] // BLOCK)
+    static = None if input_scale is None else scalar(input_scale)
+    return Nvfp4Weight(packed, tiles, scalar(global_scale), static, out_features or packed.shape[0])
 
 
 def smooth(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
@@ -74,23 +112,8 @@ def smooth(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
     return x if pre_quant_scale is None else x * pre_quant_scale.to(x.dtype)
 
 
-def _decoded(packed: Tensor, tiles: Tensor, factor: Tensor | float) -> FloatRows:
-    columns = 2 * packed.shape[1] // BLOCK
-    table = torch.tensor(quantize.E2M1_VALUES, dtype=torch.float32, device=packed.device)
-
-    def rows(start: int, stop: int) -> Tensor:
-        codes = unpack_nibbles(packed[start:stop], high_first=True)
-        scale = e4m3_to_float(untile(tiles, start, stop, columns)) * factor
-        values = torch.index_select(table, 0, codes.reshape(-1).to(torch.int32))
-        return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, -1)
-
-    return rows
-
-
-def _torch_exact(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
-    return dense_linear(x, N, _decoded(packed, tiles, factor), 0, bias)
+def _torch_exact(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
+    return dense_linear(x, w.N, w.decoded(), 0, bias)
 
 
 def _activation(x2: Tensor, ts: Tensor) -> Tensor:
@@ -99,73 +122,67 @@ def _activation(x2: Tensor, ts: Tensor) -> Tensor:
     return values.reshape(x2.shape[0], -1, BLOCK).mul_(block_scale[..., None]).reshape(x2.shape)
 
 
-def _torch_native(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
-    ts = quantize.nvfp4_scale(x) if static is None else static
+def _torch_native(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
+    ts = quantize.nvfp4_scale(x) if w.static is None else w.static
     return values_linear(
-        x, _activation(flatten(x), ts), N, _decoded(packed, tiles, 1.0), lambda a, b: ts * factor, bias
+        x, _activation(flatten(x), ts), w.N, w.decoded(unscaled=True), (ts * w.factor).reshape(1, 1), bias
     )
 
 
-def _kitchen_native(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
+def _kitchen_native(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
     x2 = flatten(x) if x.dtype in (torch.float16, torch.bfloat16) else flatten(x).to(torch.bfloat16)
-    ts = quantize.nvfp4_scale(x2) if static is None else static
-    padded = bias if bias is None or packed.shape[0] == N else torch.nn.functional.pad(bias, (0, packed.shape[0] - N))
-    y = kitchen.nvfp4_linear(x2, packed, tiles, factor, ts, padded)[:, :N]
-    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], N)
+    ts = quantize.nvfp4_scale(x2) if w.static is None else w.static
+    padded = (
+        bias
+        if bias is None or w.packed.shape[0] == w.N
+        else torch.nn.functional.pad(bias, (0, w.packed.shape[0] - w.N))
+    )
+    y = kitchen.nvfp4_linear(x2, w.packed, w.tiles, w.factor, ts, padded)[:, : w.N]
+    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], w.N)
 
 
-def _triton_native(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
+def _triton_native(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     from ..triton_ops.float_quantizer import quantize_nvfp4
 
     x2 = flatten(x)
-    ts = quantize.nvfp4_scale(x2) if static is None else static
+    ts = quantize.nvfp4_scale(x2) if w.static is None else w.static
     xq, x_scale = quantize_nvfp4(x2, ts)
     y: Tensor = scaled_mm(
         xq.view(torch.float4_e2m1fn_x2),
-        packed.view(torch.float4_e2m1fn_x2).t(),
+        w.packed.view(torch.float4_e2m1fn_x2).t(),
         scale_a=[x_scale.view(torch.float8_e4m3fn).reshape(-1), ts],
-        scale_b=[tiles.view(torch.float8_e4m3fn).reshape(-1), factor],
+        scale_b=[w.tiles.view(torch.float8_e4m3fn).reshape(-1), w.factor],
         scale_recipe_a=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
         scale_recipe_b=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
         swizzle_a=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
         swizzle_b=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
         output_dtype=torch.bfloat16 if x.dtype is torch.float32 else x.dtype,
-    )[: x2.shape[0], :N]
+    )[: x2.shape[0], : w.N]
     y = y if bias is None else y + bias.to(y.dtype)
-    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], N)
+    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], w.N)
 
 
-def _torch_int8(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
-    group = preferred_group(2 * packed.shape[1])
-    return int8_linear(x, N, carry(_decoded(packed, tiles, factor), group), group, bias)
+def _torch_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
+    group = preferred_group(w.K)
+    return int8_linear(x, w.N, carry(w.decoded(), group), group, bias)
 
 
-def _kitchen_int8(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
-    K = 2 * packed.shape[1]
+def _kitchen_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
+    K = w.K
     group = preferred_group(K)
-    column_tiles = tiles.shape[1]
+    column_tiles = w.tiles.shape[1]
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
         # comfy-kitchen decodes whole 16-row groups; a layer's rows are stored that way or it is not used.
-        last = min(packed.shape[0], -(-stop // 16) * 16)
-        part = tiles[start // 128 * 128 : -(-last // 128) * 128].reshape(-1, column_tiles)
-        dense = kitchen.dequantize_nvfp4(packed[start:last], part, factor, product_float(x))
+        last = min(w.packed.shape[0], -(-stop // 16) * 16)
+        part = w.tiles[start // 128 * 128 : -(-last // 128) * 128].reshape(-1, column_tiles)
+        dense = kitchen.dequantize_nvfp4(w.packed[start:last], part, w.factor, product_float(x))
         codes, scale = kitchen.quantize_int8_convrot_weight(dense, group)
         return codes[: stop - start], scale[: stop - start]
 
-    return kitchen_codes(x, N, rows, bias, group)
+    return kitchen_codes(x, w.N, rows, bias, group)
 
 
 def product_float(x: Tensor) -> torch.dtype:
@@ -175,19 +192,17 @@ def product_float(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float16
 
 
-def _triton_int8(
-    x: Tensor, packed: Tensor, tiles: Tensor, factor: Tensor, static: Tensor | None, bias: Tensor | None, N: int
-) -> Tensor:
+def _triton_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
     from ..triton_ops.transcode import nvfp4_to_int8
 
-    K = 2 * packed.shape[1]
+    K = w.K
     group = preferred_group(K)
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        codes, scale = nvfp4_to_int8(packed, tiles, factor, columns=K, rotation=group, rows=(start, stop))
+        codes, scale = nvfp4_to_int8(w.packed, w.tiles, w.factor, columns=K, rotation=group, rows=(start, stop))
         return codes, scale.reshape(-1, 1)
 
-    return triton_codes(x, N, rows, bias, group)
+    return triton_codes(x, w.N, rows, bias, group)
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
@@ -228,17 +243,21 @@ class Nvfp4(Format):
         EXACT,
     )
 
+    def _weight(self, spec: Spec, tensors: Tensors) -> Nvfp4Weight:
+        qweight, tiles = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        factor = required(spec, tensors, "weight_scale_2")
+        return canonical(spec.name, qweight, tiles, factor, optional(tensors, "input_scale"))
+
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
-        packed, tiles = canonical(spec.name, required(spec, tensors, "weight"), required(spec, tensors, "weight_scale"))
-        factor = scalar(required(spec, tensors, "weight_scale_2"))
-        return Decoded(_decoded(packed, tiles, factor), packed.shape[0], 2 * packed.shape[1])
+        w = self._weight(spec, tensors)
+        return Decoded(w.decoded(), w.N, w.K)
 
     def input(self, x: Tensor, tensors: Tensors) -> Tensor:
         return smooth(x, optional(tensors, "pre_quant_scale"))
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        static = optional(tensors, "input_scale")
-        ts = quantize.nvfp4_scale(x) if static is None else scalar(static)
+        static = self._weight(spec, tensors).static
+        ts = quantize.nvfp4_scale(x) if static is None else static
         return (_activation(x, ts) @ self.dequantize(spec, tensors).t()) * ts
 
     def linear(

@@ -78,7 +78,7 @@ def quantize_activation(x: Tensor, group: int, bits: int = 8) -> tuple[Tensor, T
 
 
 def cpu_has_vnni() -> bool:
-    """Whether this CPU multiplies bytes exactly (VNNI). Without it ``torch._int_mm`` saturates at 16 bits and is wrong."""
+    """Whether this CPU multiplies bytes exactly (VNNI). Without it ``torch._int_mm`` saturates and is wrong."""
     probe = getattr(torch.cpu, "_is_vnni_supported", None)
     return bool(probe is not None and probe())
 
@@ -179,24 +179,24 @@ def _scale_out(
         y[first:last, start:stop] = part
 
 
-def values_linear(
-    x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Callable[[int, int], Tensor], bias: Tensor | None
-) -> Tensor:
-    """``y = (xv rows^T) * scale + bias`` in float32; ``scale(start, stop)`` is ``[]`` or ``[1, n]``.
+def values_linear(x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``y = (xv rows^T) * scale + bias`` in float32.
 
     Args:
         x: the activation the shape and dtype of the result come from, ``[..., K]``.
         xv: its quantised values, float32 ``[M, K']``.
         N: output features.
         rows: the weight's values, float32 ``[n, K']``.
-        scale: the factor of the columns ``start:stop``.
+        scale: float32 ``[1, 1]`` or ``[1, N]``, or None for 1.
         bias: ``[N]`` or None.
     """
     M = xv.shape[0]
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel():
         for start, stop in row_chunks(N, 4 * xv.shape[1]):
-            part = (xv @ rows(start, stop).t()).mul_(scale(start, stop))
+            part = xv @ rows(start, stop).t()
+            if scale is not None:
+                part *= scale[:, start:stop] if scale.shape[1] > 1 else scale
             if bias is not None:
                 part += bias[start:stop].to(torch.float32)
             y[:, start:stop] = part

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,8 @@ def _build(group: int, device: torch.device) -> Tensor:
     parity = threes
     for shift in (16, 8, 4, 2):
         parity = parity ^ (parity >> shift)
-    return (1.0 - 2.0 * (parity & 1).to(torch.float32)) / group**0.5
+    sign: Tensor = 1.0 - 2.0 * (parity & 1).to(torch.float32)
+    return sign / math.sqrt(group)
 
 
 # The three sizes that files use, made once at import: CPU only, plain tensors, never replaced, so tracing cannot poison

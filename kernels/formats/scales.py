@@ -21,7 +21,8 @@ def required(spec: Spec, tensors: Mapping[str, Tensor], *names: str) -> Tensor:
     found = optional(tensors, *names)
     if found is None:
         raise KeyError(
-            f"layer {spec.name}: a {spec.format} layer needs the tensor {names[0]}, found {', '.join(sorted(tensors)) or 'none'}"
+            f"layer {spec.name}: a {spec.format} layer needs the tensor {names[0]}, "
+            f"found {', '.join(sorted(tensors)) or 'none'}"
         )
     return found
 
@@ -109,7 +110,7 @@ def check_tiled(layer: str, image: Tensor, rows: int, columns: int) -> Tensor:
     shape = tiled_shape(rows, columns)
     if image.numel() != shape[0] * shape[1]:
         raise ValueError(
-            f"layer {layer}: the block scales should be stored in 128 x 4 tiles, {shape[0]} x {shape[1]} for this weight, "
+            f"layer {layer}: the block scales should be stored in 128 x 4 tiles, {shape[0]} x {shape[1]} here, "
             f"found {tuple(image.shape)}; re-export the file with a current converter"
         )
     return image.reshape(shape)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ from .scales import required, row_scale, unpack_int4
 
 @operator(
     "w4a4_linear",
-    "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias, int out_features, int group, int activation_bits, str execution, "
-    "str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias, int out_features, int group, "
+    "int activation_bits, str execution, str backends) -> Tensor",
 )
 def _w4a4_linear(
     x: Tensor,
@@ -47,50 +48,64 @@ def _w4a4_linear(
     backends: str,
 ) -> Tensor:
     scale = row_scale(scale, qweight.shape[0])
-    arguments = (
-        x,
-        qweight[:out_features],
-        scale[:out_features] if scale.dim() else scale,
-        bias,
-        group,
-        activation_bits,
-    )
-    return run(f"w4a4_linear ({execution})", backends, _EXACT if execution == "exact" else _BODIES, *arguments)
+    weight = W4A4Weight(qweight[:out_features], scale[:out_features] if scale.dim() else scale, group, activation_bits)
+    return run(f"w4a4_linear ({execution})", backends, _EXACT if execution == "exact" else _BODIES, x, weight, bias)
 
 
-def _codes(qweight: Tensor, scale: Tensor) -> CodeRows:
-    return lambda start, stop: (unpack_int4(qweight[start:stop]), scale[start:stop] if scale.dim() else scale)
+class W4A4Weight(NamedTuple):
+    """``qweight`` packed bytes [N, K / 2]; ``scale`` float32 [] or [N, 1]; ``group`` the rotation; ``bits`` of the
+    activation.
+    """
+
+    qweight: Tensor
+    scale: Tensor
+    group: int
+    bits: int
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Output features."""
+        return self.qweight.shape[0]
+
+    def codes(self) -> CodeRows:
+        """Row access to the codes, one a byte, and their scale."""
+        return lambda start, stop: (
+            unpack_int4(self.qweight[start:stop]),
+            self.scale[start:stop] if self.scale.dim() else self.scale,
+        )
+
+    def decoded(self) -> FloatRows:
+        """Row access to the dense rotated weight."""
+        part = self.codes()
+
+        def rows(start: int, stop: int) -> Tensor:
+            codes, factor = part(start, stop)
+            return codes.to(torch.float32) * factor
+
+        return rows
 
 
-def _decoded(qweight: Tensor, scale: Tensor) -> FloatRows:
-    def rows(start: int, stop: int) -> Tensor:
-        codes, factor = _codes(qweight, scale)(start, stop)
-        return codes.to(torch.float32) * factor
-
-    return rows
+def _torch_exact(x: Tensor, w: W4A4Weight, bias: Tensor | None) -> Tensor:
+    return dense_linear(x, w.N, w.decoded(), w.group, bias)
 
 
-def _torch_exact(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int, bits: int) -> Tensor:
-    return dense_linear(x, qweight.shape[0], _decoded(qweight, scale), group, bias)
+def _torch(x: Tensor, w: W4A4Weight, bias: Tensor | None) -> Tensor:
+    return int8_linear(x, w.N, w.codes(), w.group, bias, w.bits)
 
 
-def _torch(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int, bits: int) -> Tensor:
-    return int8_linear(x, qweight.shape[0], _codes(qweight, scale), group, bias, bits)
-
-
-def _kitchen(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int, bits: int) -> Tensor:
-    N = qweight.shape[0]
-    y = kitchen.convrot_w4a4_linear(flatten(x), qweight.view(torch.int8), scale.expand(N, 1), bias, group, bits)
+def _kitchen(x: Tensor, w: W4A4Weight, bias: Tensor | None) -> Tensor:
+    N = w.N
+    y = kitchen.convrot_w4a4_linear(flatten(x), w.qweight.view(torch.int8), w.scale.expand(N, 1), bias, w.group, w.bits)
     return y.reshape(*x.shape[:-1], N)
 
 
-def _triton(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int, bits: int) -> Tensor:
+def _triton(x: Tensor, w: W4A4Weight, bias: Tensor | None) -> Tensor:
     from ..triton_ops.w4_decode import decode_int4
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return decode_int4(qweight[start:stop]), scale[start:stop] if scale.dim() else scale
+        return decode_int4(w.qweight[start:stop]), w.scale[start:stop] if w.scale.dim() else w.scale
 
-    return triton_codes(x, qweight.shape[0], rows, bias, group, bits=bits)
+    return triton_codes(x, w.N, rows, bias, w.group, bits=w.bits)
 
 
 _BODIES: dict[str, Callable[..., Tensor]] = {"kitchen": _kitchen, "triton": _triton, "torch": _torch}
@@ -147,22 +162,22 @@ class W4A4(Format):
         EXACT,
     )
 
-    def _parts(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def _weight(self, spec: Spec, tensors: Tensors) -> W4A4Weight:
         qweight = required(spec, tensors, "weight")
-        return qweight, row_scale(required(spec, tensors, "weight_scale"), qweight.shape[0])
+        scale = row_scale(required(spec, tensors, "weight_scale"), qweight.shape[0])
+        return W4A4Weight(qweight, scale, rotation_group(spec, always=True), activation_bits(spec, "native"))
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
-        qweight, scale = self._parts(spec, tensors)
-        group = rotation_group(spec, always=True)
-        return Decoded(_decoded(qweight, scale), qweight.shape[0], 2 * qweight.shape[1], group)
+        w = self._weight(spec, tensors)
+        return Decoded(w.decoded(), w.N, 2 * w.qweight.shape[1], w.group)
 
     def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
-        return _codes(*self._parts(spec, tensors)), rotation_group(spec, always=True)
+        w = self._weight(spec, tensors)
+        return w.codes(), w.group
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        qweight, scale = self._parts(spec, tensors)
-        group, bits = rotation_group(spec, always=True), activation_bits(spec, "native")
-        return reference_int8(x, unpack_int4(qweight), scale, group, bits)
+        w = self._weight(spec, tensors)
+        return reference_int8(x, *w.codes()(0, w.N), w.group, w.bits)
 
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str

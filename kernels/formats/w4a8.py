@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ from .scales import as_float8, e4m3_to_float, optional, required, row_scale, unp
 
 @operator(
     "w4a8_linear",
-    "(Tensor x, Tensor qweight, Tensor s_rel, Tensor s_channel, Tensor? codebook, Tensor? correction, Tensor? bias, int out_features, "
-    "int group_size, int rotation, str execution, str backends) -> Tensor",
+    "(Tensor x, Tensor qweight, Tensor s_rel, Tensor s_channel, Tensor? codebook, Tensor? correction, "
+    "Tensor? bias, int out_features, int group_size, int rotation, str execution, str backends) -> Tensor",
 )
 def _w4a8_linear(
     x: Tensor,
@@ -50,19 +51,8 @@ def _w4a8_linear(
     execution: str,
     backends: str,
 ) -> Tensor:
-    scale = row_scale(s_channel, qweight.shape[0]).expand(qweight.shape[0], 1)
-    arguments = (
-        x,
-        qweight[:out_features],
-        s_rel[:out_features],
-        scale[:out_features],
-        codebook,
-        None if correction is None else correction[:, :out_features],
-        bias,
-        group_size,
-        rotation,
-    )
-    return run(f"w4a8_linear ({execution})", backends, _EXACT if execution == "exact" else _BODIES, *arguments)
+    weight = canonical(qweight, s_rel, s_channel, codebook, correction, group_size, rotation, out_features)
+    return run(f"w4a8_linear ({execution})", backends, _EXACT if execution == "exact" else _BODIES, x, weight, bias)
 
 
 def decode_codes(qweight: Tensor, s_rel: Tensor, codebook: Tensor | None, group_size: int) -> Tensor:
@@ -78,98 +68,106 @@ def decode_codes(qweight: Tensor, s_rel: Tensor, codebook: Tensor | None, group_
     return grouped.round_().clamp_(-127.0, 127.0).to(torch.int8).reshape(codes.shape)
 
 
-def _codes(qweight: Tensor, s_rel: Tensor, scale: Tensor, codebook: Tensor | None, group_size: int) -> CodeRows:
-    return lambda start, stop: (
-        decode_codes(qweight[start:stop], s_rel[start:stop], codebook, group_size),
-        scale[start:stop],
+class W4A8Weight(NamedTuple):
+    """``qweight`` packed bytes [N, K / 2]; ``s_rel`` e4m3 bytes [N, K / group_size]; ``scale`` float32 [N, 1];
+    ``codebook`` [16] or None; ``correction`` [K / group_size, N] or None; ``rotation`` the ConvRot group."""
+
+    qweight: Tensor
+    s_rel: Tensor
+    scale: Tensor
+    codebook: Tensor | None
+    correction: Tensor | None
+    group_size: int
+    rotation: int
+
+    @property
+    def N(self) -> int:  # noqa: N802
+        """Output features."""
+        return self.qweight.shape[0]
+
+    def codes(self) -> CodeRows:
+        """Row access to the INT8 codes and their scale."""
+        return lambda start, stop: (
+            decode_codes(self.qweight[start:stop], self.s_rel[start:stop], self.codebook, self.group_size),
+            self.scale[start:stop],
+        )
+
+    def decoded(self) -> FloatRows:
+        """Row access to the dense rotated weight."""
+        part = self.codes()
+
+        def rows(start: int, stop: int) -> Tensor:
+            codes, factor = part(start, stop)
+            weight = codes.to(torch.float32).mul_(factor)
+            if self.correction is not None:
+                offset = self.correction[:, start:stop].t().to(torch.float32)
+                weight += offset.repeat_interleave(self.group_size, dim=1)
+            return weight
+
+        return rows
+
+
+def canonical(
+    qweight: Tensor,
+    s_rel: Tensor,
+    s_channel: Tensor,
+    codebook: Tensor | None,
+    correction: Tensor | None,
+    group_size: int,
+    rotation: int,
+    out_features: int | None = None,
+) -> W4A8Weight:
+    """The weight from the file's tensors, cut to ``out_features`` rows."""
+    scale = row_scale(s_channel, qweight.shape[0]).expand(qweight.shape[0], 1)
+    return W4A8Weight(
+        qweight[:out_features],
+        s_rel[:out_features],
+        scale[:out_features],
+        codebook,
+        None if correction is None else correction[:, :out_features],
+        group_size,
+        rotation,
     )
 
 
-def _decoded(
-    qweight: Tensor, s_rel: Tensor, scale: Tensor, codebook: Tensor | None, correction: Tensor | None, group_size: int
-) -> FloatRows:
-    part = _codes(qweight, s_rel, scale, codebook, group_size)
-
-    def rows(start: int, stop: int) -> Tensor:
-        codes, factor = part(start, stop)
-        weight = codes.to(torch.float32).mul_(factor)
-        if correction is not None:
-            weight += correction[:, start:stop].t().to(torch.float32).repeat_interleave(group_size, dim=1)
-        return weight
-
-    return rows
+def _torch_exact(x: Tensor, w: W4A8Weight, bias: Tensor | None) -> Tensor:
+    return dense_linear(x, w.N, w.decoded(), w.rotation, bias)
 
 
-def _torch_exact(
-    x: Tensor,
-    qweight: Tensor,
-    s_rel: Tensor,
-    scale: Tensor,
-    codebook: Tensor | None,
-    correction: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rotation: int,
-) -> Tensor:
-    rows = _decoded(qweight, s_rel, scale, codebook, correction, group_size)
-    return dense_linear(x, qweight.shape[0], rows, rotation, bias)
+def _torch(x: Tensor, w: W4A8Weight, bias: Tensor | None) -> Tensor:
+    return int8_linear(x, w.N, w.codes(), w.rotation, bias)
 
 
-def _torch(
-    x: Tensor,
-    qweight: Tensor,
-    s_rel: Tensor,
-    scale: Tensor,
-    codebook: Tensor | None,
-    correction: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rotation: int,
-) -> Tensor:
-    return int8_linear(x, qweight.shape[0], _codes(qweight, s_rel, scale, codebook, group_size), rotation, bias)
-
-
-def _kitchen(
-    x: Tensor,
-    qweight: Tensor,
-    s_rel: Tensor,
-    scale: Tensor,
-    codebook: Tensor | None,
-    correction: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rotation: int,
-) -> Tensor:
+def _kitchen(x: Tensor, w: W4A8Weight, bias: Tensor | None) -> Tensor:
     y = kitchen.w4a8_int8_linear(
-        flatten(x), qweight.view(torch.int8), as_float8(s_rel), scale.reshape(-1), codebook, bias, group_size, rotation
+        flatten(x),
+        w.qweight.view(torch.int8),
+        as_float8(w.s_rel),
+        w.scale.reshape(-1),
+        w.codebook,
+        bias,
+        w.group_size,
+        w.rotation,
     )
-    return y.reshape(*x.shape[:-1], qweight.shape[0])
+    return y.reshape(*x.shape[:-1], w.N)
 
 
-def _triton(
-    x: Tensor,
-    qweight: Tensor,
-    s_rel: Tensor,
-    scale: Tensor,
-    codebook: Tensor | None,
-    correction: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rotation: int,
-) -> Tensor:
+def _triton(x: Tensor, w: W4A8Weight, bias: Tensor | None) -> Tensor:
     from ..triton_ops.w4_decode import decode_w4a8
 
     def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return decode_w4a8(qweight[start:stop], s_rel[start:stop], codebook, group_size=group_size), scale[start:stop]
+        return decode_w4a8(w.qweight[start:stop], w.s_rel[start:stop], w.codebook, group_size=w.group_size), w.scale[
+            start:stop
+        ]
 
-    return triton_codes(x, qweight.shape[0], rows, bias, rotation)
+    return triton_codes(x, w.N, rows, bias, w.rotation)
 
 
 _BODIES: dict[str, Callable[..., Tensor]] = {"kitchen": _kitchen, "triton": _triton, "torch": _torch}
 _EXACT: dict[str, Callable[..., Tensor]] = {"torch": _torch_exact}
 
 
-def _no_correction(spec: Spec, facts: DeviceFacts) -> str | None:
+def _no_correction(spec: Spec, _facts: DeviceFacts) -> str | None:
     return "the layer has a correction, which needs the decoded weight." if spec.get("has_correction", False) else None
 
 
@@ -180,6 +178,7 @@ class W4A8(Format):
     """``asym_w4a8_int8``."""
 
     name = "asym_w4a8_int8"
+    int8_is_native = True
     operator = "w4a8_linear"
     routes = (
         Route(
@@ -196,32 +195,30 @@ class W4A8(Format):
         EXACT,
     )
 
-    def int8_is_native(self, spec: Spec) -> bool:
-        return True
-
-    def _parts(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
-        qweight = required(spec, tensors, "weight")
-        N = qweight.shape[0]
-        scale = row_scale(required(spec, tensors, "weight_s_channel"), N).expand(N, 1)
-        s_rel, codebook = required(spec, tensors, "weight_s_rel"), optional(tensors, "weight_codebook")
-        return qweight, s_rel, scale, codebook, int(spec.get("group_size", 16))
+    def _weight(self, spec: Spec, tensors: Tensors) -> W4A8Weight:
+        return canonical(
+            required(spec, tensors, "weight"),
+            required(spec, tensors, "weight_s_rel"),
+            required(spec, tensors, "weight_s_channel"),
+            optional(tensors, "weight_codebook"),
+            optional(tensors, "weight_correction"),
+            int(spec.get("group_size", 16)),
+            rotation_group(spec, always=True),
+        )
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
-        qweight, s_rel, scale, codebook, group_size = self._parts(spec, tensors)
-        rows = _decoded(qweight, s_rel, scale, codebook, optional(tensors, "weight_correction"), group_size)
-        return Decoded(rows, qweight.shape[0], 2 * qweight.shape[1], rotation_group(spec, always=True))
+        w = self._weight(spec, tensors)
+        return Decoded(w.decoded(), w.N, 2 * w.qweight.shape[1], w.rotation)
 
     def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
-        if optional(tensors, "weight_correction") is not None:
-            return None
-        return _codes(*self._parts(spec, tensors)), rotation_group(spec, always=True)
+        w = self._weight(spec, tensors)
+        return None if w.correction is not None else (w.codes(), w.rotation)
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
-        qweight, s_rel, scale, codebook, group_size = self._parts(spec, tensors)
-        if optional(tensors, "weight_correction") is not None:
+        w = self._weight(spec, tensors)
+        if w.correction is not None:
             return x @ self.dequantize(spec, tensors).t()
-        codes = decode_codes(qweight, s_rel, codebook, group_size)
-        return reference_int8(x, codes, scale, rotation_group(spec, always=True))
+        return reference_int8(x, *w.codes()(0, w.N), w.rotation)
 
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
