@@ -1,7 +1,9 @@
-"""Every rule of the check: id, severity, wording and remedy, in one place. ``docs/rules.md`` is written from this table.
+"""Every rule of the check: id, severity, wording and remedy, in one place. ``docs/rules.md`` is written from this
+table.
 
-Ids without a prefix are those of the reference rule set; ``crash.*`` are inputs on which the reference crashes; ``extra.*`` are our own,
-always towards safety. Messages are templates over ``layer``, ``tensor``, ``expected``, ``found`` and the rule's own words.
+Ids without a prefix are those of the reference rule set; ``crash.*`` are inputs on which the reference crashes;
+``extra.*`` are our own, always towards safety. Messages are templates over ``layer``, ``tensor``, ``expected``,
+``found`` and the rule's own words.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from .report import Severity
 class Rule:
     """One row of the catalogue.
 
-    ``title`` completes "3 faults in 2 of 10 layers (...)". ``repairable`` means that a lossless repair exists for the usual
-    case; a fault can say otherwise. ``why`` is for the documentation: how files get that way and what would happen.
+    ``title`` completes "3 faults in 2 of 10 layers (...)". ``repairable`` means that a lossless repair exists for the
+    usual case; a fault can say otherwise. ``why`` is for the documentation: how files get that way and what would
+    happen.
     """
 
     id: str
@@ -41,7 +44,8 @@ _ROWS: tuple[Rule, ...] = (
         "damaged file",
         "{file} is not a sound safetensors file: {found}.",
         REDOWNLOAD,
-        "The header cannot be read, or the byte ranges do not tile the file exactly: a truncated or damaged download, bytes appended by a "
+        "The header cannot be read, or the byte ranges do not tile the file exactly: a truncated or damaged "
+        "download, bytes appended by a "
         "broken tool, or no safetensors file at all.",
     ),
     Rule(
@@ -78,7 +82,8 @@ _ROWS: tuple[Rule, ...] = (
         "oversized header",
         "{file} has {found}; expected {expected}.",
         "No published checkpoint needs this: the file is damaged or made to exhaust memory. " + REDOWNLOAD,
-        "A header of tens of megabytes only occurs in damaged or hostile files; parsing it would cost hundreds of megabytes.",
+        "A header of tens of megabytes only occurs in damaged or hostile files; parsing it would cost hundreds of "
+        "megabytes.",
     ),
     Rule(
         "extra.file.duplicate_key",
@@ -174,8 +179,10 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "a ModelOpt export",
         "This is an NVIDIA ModelOpt / diffusers export without Comfy declarations: {found}.",
-        "Get the version of the model that is published for ComfyUI, or convert it with a tool that writes comfy_quant markers. " + DECLARE,
-        "The tensors look like NVFP4 or FP8, but the order of nibbles and block scales is the exporter's, and nothing in the file tells it.",
+        "Get the version of the model that is published for ComfyUI, or convert it with a tool that writes "
+        "comfy_quant markers. " + DECLARE,
+        "The tensors look like NVFP4 or FP8, but the order of nibbles and block scales is the exporter's, and "
+        "nothing in the file tells it.",
     ),
     Rule(
         "extra.foreign.bitsandbytes",
@@ -203,7 +210,8 @@ _ROWS: tuple[Rule, ...] = (
         "extra.foreign.declared",
         "error",
         "another tool's quantisation",
-        "The file's own configuration says that it was quantised by {found}, and no Comfy declaration covers its weights.",
+        "The file's own configuration says that it was quantised by {found}, and no Comfy declaration covers its "
+        "weights.",
         "Get a Comfy-quantised version of the model. " + DECLARE,
     ),
     # -- declarations: header metadata -------------------------------------------------------------------------------
@@ -226,14 +234,14 @@ _ROWS: tuple[Rule, ...] = (
         "meta.layers_not_object",
         "error",
         "malformed quantisation metadata",
-        "The file's _quantization_metadata must have an object under \"layers\", got {found}.",
+        'The file\'s _quantization_metadata must have an object under "layers", got {found}.',
         REEXPORT,
     ),
     Rule(
         "meta.entry_not_object",
         "error",
         "malformed metadata entry",
-        "The metadata entry of layer {layer} must be an object such as {{\"format\": \"nvfp4\"}}, got {found}.",
+        'The metadata entry of layer {layer} must be an object such as {{"format": "nvfp4"}}, got {found}.',
         REEXPORT,
     ),
     Rule(
@@ -270,7 +278,7 @@ _ROWS: tuple[Rule, ...] = (
         "marker.not_object",
         "error",
         "malformed markers",
-        "The comfy_quant marker of layer {layer} must be a JSON object such as {{\"format\": \"nvfp4\"}}, got {found}.",
+        'The comfy_quant marker of layer {layer} must be a JSON object such as {{"format": "nvfp4"}}, got {found}.',
         REEXPORT,
     ),
     Rule(
@@ -300,7 +308,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "contradicting declarations",
         "Layer {layer} is declared twice with different settings: {expected} in {first}, {found} in {second}.",
-        "Only one of them is right, and the file does not say which. Export it again, or remove the wrong one with `quant-loader repair`.",
+        "Only one of them is right, and the file does not say which. Export it again, or remove the wrong one with "
+        "`quant-loader repair`.",
     ),
     Rule(
         "marker.missing",
@@ -344,7 +353,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "contradicting nested settings",
         "Layer {layer}: the nested `params` say {found}, while the declaration itself reads as {expected}.",
-        "Try rules = compatible, which reads the nested settings where the declaration itself is silent; or export the layer again.",
+        "Try rules = compatible, which reads the nested settings where the declaration itself is silent; or export "
+        "the layer again.",
         "ComfyUI falls back to nested `params`, other runtimes do not: the same file gives two different pictures.",
     ),
     Rule(
@@ -374,7 +384,8 @@ _ROWS: tuple[Rule, ...] = (
         "missing tensors",
         "Layer {layer} ({format}) lacks {found}; it needs {expected}.",
         "{remedy}",
-        "The declaration names a layer whose tensors are not in the file: another prefix, a dropped shard, or scales removed by a conversion.",
+        "The declaration names a layer whose tensors are not in the file: another prefix, a dropped shard, or scales "
+        "removed by a conversion.",
     ),
     Rule(
         "extra.layer.missing_tensors",
@@ -389,7 +400,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "scales that nothing uses",
         "Layer {layer} has {found}, which no declaration uses ({expected}).",
-        "A scale that is not applied means a wrong picture. Get a version of the file with declarations that match its tensors, or export it again.",
+        "A scale that is not applied means a wrong picture. Get a version of the file with declarations that match "
+        "its tensors, or export it again.",
         "A weight whose scale is ignored is wrong by that factor; nothing else would notice.",
     ),
     Rule(
@@ -419,7 +431,9 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "NaN or infinite scales",
         "Layer {layer}: {tensor} holds {found}; expected finite numbers.",
-        "The layer would turn the whole picture black. " + REDOWNLOAD + " If it still fails, the quantisation itself went wrong.",
+        "The layer would turn the whole picture black. "
+        + REDOWNLOAD
+        + " If it still fails, the quantisation itself went wrong.",
     ),
     Rule(
         "extra.scale.not_positive",
@@ -434,7 +448,8 @@ _ROWS: tuple[Rule, ...] = (
         "warning",
         "implausibly large scales",
         "Layer {layer}: {tensor} = {found} would make weights as large as {expected}; no network has such weights.",
-        "The scale may be stored as its reciprocal, or belong to another format. If pictures are noise, this is the reason.",
+        "The scale may be stored as its reciprocal, or belong to another format. If pictures are noise, this is the "
+        "reason.",
     ),
     Rule(
         "extra.scale.count",
@@ -465,7 +480,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "FP8 scales of another shape",
         "FP8 layer {layer} needs one scale for the whole weight, got {tensor} {found}.",
-        "Row-wise and block-wise FP8 is another tool's recipe: get a version with one scale per layer. A single value in another shape is read by rules = compatible.",
+        "Row-wise and block-wise FP8 is another tool's recipe: get a version with one scale per layer. A single "
+        "value in another shape is read by rules = compatible.",
     ),
     Rule(
         "extra.fp8.scale_dtype",
@@ -497,7 +513,13 @@ _ROWS: tuple[Rule, ...] = (
         "The file declares MXFP8 for all its layers, but layer {layer} is {found}; expected {expected}.",
         "{remedy}",
     ),
-    Rule("extra.mxfp8.dtype", "error", "MXFP8 layers of another type", "MXFP8 layer {layer} needs {expected}, got {found}.", REEXPORT),
+    Rule(
+        "extra.mxfp8.dtype",
+        "error",
+        "MXFP8 layers of another type",
+        "MXFP8 layer {layer} needs {expected}, got {found}.",
+        REEXPORT,
+    ),
     Rule(
         "extra.mxfp8.rank",
         "error",
@@ -516,9 +538,11 @@ _ROWS: tuple[Rule, ...] = (
         "extra.mxfp8.scale_layout",
         "error",
         "ambiguous MXFP8 scale layout",
-        "MXFP8 layer {layer} stores its block scales as {found}, which does not say in which order they are; expected {expected}.",
+        "MXFP8 layer {layer} stores its block scales as {found}, which does not say in which order they are; "
+        "expected {expected}.",
         "Export the layer with scales in the padded 128x4 order that ComfyUI writes. " + DECLARE,
-        "Kernels read the scales in 128x4 tiles. An unpadded tensor of this size cannot be in that order, yet some runtimes read it so: blocks of the picture's weights "
+        "Kernels read the scales in 128x4 tiles. An unpadded tensor of this size cannot be in that order, yet some "
+        "runtimes read it so: blocks of the picture's weights "
         "then get other blocks' scales.",
     ),
     # -- INT8 --------------------------------------------------------------------------------------------------------
@@ -527,7 +551,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "INT8 layers that are no linears",
         "Comfy tensorwise INT8 layer {layer} needs a 2D weight, got {found}{look}.",
-        "Re-export with the kernel flattened to (out, in*kh*kw), or leave convolutions out of the quantisation; if another scheme was used, correct the marker's format.",
+        "Re-export with the kernel flattened to (out, in*kh*kw), or leave convolutions out of the quantisation; if "
+        "another scheme was used, correct the marker's format.",
         "A convolution exported in kernel layout, or a marker on a module that is no linear.",
     ),
     Rule(
@@ -536,14 +561,16 @@ _ROWS: tuple[Rule, ...] = (
         "INT8 layers of another type",
         "Comfy INT8 layer {layer} needs I8 weights and F32 scales, got {found} and {scale}.",
         "{remedy}",
-        "A layer fell back to BF16 and kept its marker; scales cast to 16 bits by a conversion; markers written to the wrong layers.",
+        "A layer fell back to BF16 and kept its marker; scales cast to 16 bits by a conversion; markers written to "
+        "the wrong layers.",
         repairable=True,
     ),
     Rule(
         "int8.rowwise.shapes",
         "error",
         "INT8 weights and scales that do not fit",
-        "Comfy INT8 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected {expected}{look}.",
+        "Comfy INT8 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected "
+        "{expected}{look}.",
         "{remedy}",
         "One scale per output row is stored as (N, 1), one scale for the layer as ().",
         repairable=True,
@@ -554,7 +581,8 @@ _ROWS: tuple[Rule, ...] = (
         "impossible rotation sizes",
         "Comfy INT8 layer {layer} declares a rotation over groups of {found}; the maths exists for {expected}.",
         "The converter used another rotation than it says. Export the layer with groups of 16, 64 or 256.",
-        "The rotation matrix is a Kronecker power of a 4x4 Hadamard matrix, so its size is a power of 4; one converter silently used another matrix for 512.",
+        "The rotation matrix is a Kronecker power of a 4x4 Hadamard matrix, so its size is a power of 4; one "
+        "converter silently used another matrix for 512.",
     ),
     Rule(
         "extra.int8.input_size",
@@ -576,9 +604,11 @@ _ROWS: tuple[Rule, ...] = (
         "w4a4.shapes",
         "error",
         "W4A4 weights and scales that do not fit",
-        "Comfy W4A4 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected (N, K/2) and (N,){look}.",
+        "Comfy W4A4 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected (N, K/2) and "
+        "(N,){look}.",
         "The weight must be (out, in/2) and the scale 1-D of length out. {remedy}",
-        "A convolution sent down the linear path; group scales stored under the channel scale's name; a transposed or extra dimension.",
+        "A convolution sent down the linear path; group scales stored under the channel scale's name; a transposed "
+        "or extra dimension.",
         repairable=True,
     ),
     Rule(
@@ -606,7 +636,7 @@ _ROWS: tuple[Rule, ...] = (
         "extra.w4a4.linear_dtype",
         "error",
         "unknown activation types",
-        "Comfy W4A4 layer {layer} declares linear_dtype {found}; expected \"int4\" or \"int8\".",
+        'Comfy W4A4 layer {layer} declares linear_dtype {found}; expected "int4" or "int8".',
         REEXPORT,
     ),
     # -- W4A8 --------------------------------------------------------------------------------------------------------
@@ -719,7 +749,8 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "NVFP4 layers that are no linears",
         "Comfy NVFP4 layer {layer} needs a 2D packed weight, got {found}{look}.",
-        "Flatten the kernel to (out, in*kh*kw/2), or leave convolutions and patch embeddings out of the quantisation; check that the marker is on the right layer.",
+        "Flatten the kernel to (out, in*kh*kw/2), or leave convolutions and patch embeddings out of the "
+        "quantisation; check that the marker is on the right layer.",
         "Convolutions or patch embeddings quantised without flattening; a marker on the wrong prefix.",
     ),
     Rule(
@@ -740,9 +771,11 @@ _ROWS: tuple[Rule, ...] = (
         "extra.nvfp4.scale_layout",
         "error",
         "ambiguous NVFP4 scale layout",
-        "Comfy NVFP4 layer {layer} stores its block scales as {found}, which does not say in which order they are; expected {expected}.",
+        "Comfy NVFP4 layer {layer} stores its block scales as {found}, which does not say in which order they are; "
+        "expected {expected}.",
         "Export the layer with scales in the padded 128x4 order that ComfyUI writes. " + DECLARE,
-        "Kernels read the scales in 128x4 tiles. Reading an unpadded tensor so turned 126 of 256 scales of a small layer into zero.",
+        "Kernels read the scales in 128x4 tiles. Reading an unpadded tensor so turned 126 of 256 scales of a small "
+        "layer into zero.",
     ),
     Rule(
         "extra.nvfp4.input_scale",
@@ -752,11 +785,41 @@ _ROWS: tuple[Rule, ...] = (
         "Remove the input_scale (activations are then scaled as they come) or export the layer again.",
     ),
     # -- Quanto ------------------------------------------------------------------------------------------------------
-    Rule("quanto.map_missing", "error", "no Quanto map", "The file says it is quantised with Quanto but has no quantization_map_base64.", REEXPORT),
-    Rule("quanto.map_base64", "error", "unreadable Quanto map", "The Quanto map of the file cannot be read: {found}.", REDOWNLOAD),
-    Rule("quanto.map_empty", "error", "empty Quanto map", "The Quanto map must be an object with at least one layer, got {found}.", REEXPORT),
-    Rule("quanto.map_entries", "error", "malformed Quanto map", "The Quanto map entry of layer {layer} must be an object, got {found}.", REEXPORT),
-    Rule("crash.quanto.recursion", "error", "Quanto map nested too deeply", "The Quanto map is nested too deeply to be read.", REDOWNLOAD),
+    Rule(
+        "quanto.map_missing",
+        "error",
+        "no Quanto map",
+        "The file says it is quantised with Quanto but has no quantization_map_base64.",
+        REEXPORT,
+    ),
+    Rule(
+        "quanto.map_base64",
+        "error",
+        "unreadable Quanto map",
+        "The Quanto map of the file cannot be read: {found}.",
+        REDOWNLOAD,
+    ),
+    Rule(
+        "quanto.map_empty",
+        "error",
+        "empty Quanto map",
+        "The Quanto map must be an object with at least one layer, got {found}.",
+        REEXPORT,
+    ),
+    Rule(
+        "quanto.map_entries",
+        "error",
+        "malformed Quanto map",
+        "The Quanto map entry of layer {layer} must be an object, got {found}.",
+        REEXPORT,
+    ),
+    Rule(
+        "crash.quanto.recursion",
+        "error",
+        "Quanto map nested too deeply",
+        "The Quanto map is nested too deeply to be read.",
+        REDOWNLOAD,
+    ),
     Rule(
         "quanto.prefix_mismatch",
         "error",
@@ -768,17 +831,23 @@ _ROWS: tuple[Rule, ...] = (
         "quanto.weights_type",
         "error",
         "Quanto weights of another type",
-        "Quanto layer {layer} has weights of type {found}; only \"qint8\" is known.",
+        'Quanto layer {layer} has weights of type {found}; only "qint8" is known.',
         "Get an int8 version of the model.",
     ),
     Rule(
         "quanto.activations_type",
         "error",
         "Quanto activations quantised",
-        "Quanto layer {layer} quantises its activations ({found}); only weight-only files (\"none\") are known.",
+        'Quanto layer {layer} quantises its activations ({found}); only weight-only files ("none") are known.',
         "Export the model with activations=None.",
     ),
-    Rule("quanto.missing_tensors", "error", "missing tensors", "Quanto layer {layer} lacks {found}; it needs {expected}.", REEXPORT),
+    Rule(
+        "quanto.missing_tensors",
+        "error",
+        "missing tensors",
+        "Quanto layer {layer} lacks {found}; it needs {expected}.",
+        REEXPORT,
+    ),
     Rule(
         "quanto.dense_and_packed",
         "error",
@@ -808,7 +877,13 @@ _ROWS: tuple[Rule, ...] = (
         "Quanto layer {layer} needs a BF16, F16 or F32 scalar as {tensor}, got {found}.",
         REEXPORT,
     ),
-    Rule("quanto.collision", "error", "two layers with one name", "Two Quanto layers of the file become the layer {layer} of the model: {found}.", "Keep one copy of the model in the file."),
+    Rule(
+        "quanto.collision",
+        "error",
+        "two layers with one name",
+        "Two Quanto layers of the file become the layer {layer} of the model: {found}.",
+        "Keep one copy of the model in the file.",
+    ),
     Rule(
         "extra.quanto.aux_not_one",
         "error",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
-from . import declarations, dialects, foreign
+from . import cache, declarations, dialects, foreign, runtimes
 from .catalogue import DECLARE, REEXPORT
 from .declarations import MARKER, Declaration, Declarations
 from .files import Checkpoint, as_paths, load
 from .findings import Findings
 from .formats import FORMATS, mxfp8, quanto
 from .header import TensorInfo
-from .layer import SCALE_SUFFIXES, Layer, Read
+from .layer import SCALE_SUFFIXES, Layer, Read, Understood
 from .report import LayerSpec, Report, Rules
 from .summary import summarise
 from .values import check_values
@@ -24,29 +24,61 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 MARKED_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
 """A ``*.weight`` of these types means nothing without a declaration."""
+_PART_SUFFIXES = frozenset({"weight", *SCALE_SUFFIXES})
 _UNUSED_IS_HARMLESS = frozenset({"input_scale", "scale_input"})
 
 
 def check(paths: Paths, rules: Rules = "strict", rename: Rename = None, deep: bool = False) -> Report:
     """Check one checkpoint: a file, a shard set (any shard's name or the index), or several files.
 
-    ``rename`` maps a layer's name in the file to its name in the model, so that two layers meeting under one name are a fault; the
-    report's layers carry the new names. Every fault of every layer is reported. Never raises for anything a file contains.
+    ``rules``: "strict" is the reference's rule set made safer; "compatible" also accepts the dialects whose meaning is
+    certain (``docs/dialects.md``). ``rename`` maps a layer's name in the file to its name in the model, so that two
+    layers meeting under one name are a fault; the report's layers carry the new names. ``deep`` also reads block scales
+    and samples of the weights.
+
+    Every fault of every layer is reported. Never raises for anything a file contains. A repeated check of unchanged
+    files (same paths, sizes and modification times) answers from memory.
     """
-    findings = Findings()
-    checkpoint = load(as_paths(paths), findings)
+    if rules not in ("strict", "compatible"):
+        raise ValueError(f"rules must be 'strict' or 'compatible', got {rules!r}")
+    given = as_paths(paths)
+    key = cache.key(given, rules, rename, deep)
+    known = cache.get(key)
+    if known is not None:
+        return known
+    loading = Findings()
+    checkpoint = load(given, loading)
+    report = _run(checkpoint, loading, rules, rename, deep)
+    if checkpoint.headers:
+        cache.put(
+            key, report, {**{header.path: header.stamp for header in checkpoint.headers}, **checkpoint.index_stamps}
+        )
+    return report
+
+
+def _run(checkpoint: Checkpoint, loading: Findings, rules: Rules, rename: Rename, deep: bool) -> Report:
+    findings = loading.copy()
     run = _Check(checkpoint, findings, rules == "compatible", _renamer(rename))
     run.everything()
     if deep and checkpoint.headers:
         from .deep import deep_check
 
         deep_check(checkpoint, run.specs, findings)
+    if rules == "strict" and findings.refused and not loading.refused:
+        other = _Check(checkpoint, loading.copy(), True, _renamer(rename))
+        other.everything()
+        if not other.findings.refused:
+            findings.add("extra.rules.compatible")
     return _report(checkpoint, findings, rules, run)
+
+
+def _unchanged(name: str) -> str:
+    return name
 
 
 def _renamer(rename: Rename) -> Callable[[str], str]:
     if rename is None:
-        return lambda name: name
+        return _unchanged
     if isinstance(rename, Mapping):
         table = rename
         return lambda name: table.get(name, name)
@@ -56,7 +88,9 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
 class _Check:
     """One run over one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, findings: Findings, compatible: bool, rename: Callable[[str], str]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, findings: Findings, compatible: bool, rename: Callable[[str], str]
+    ) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.tensors
         self.findings = findings
@@ -64,6 +98,11 @@ class _Check:
         self.rename = rename
         self.specs: list[LayerSpec] = []
         self.reads: list[Read] = []
+        self.parts: dict[str, dict[str, TensorInfo]] = {}
+        """Layer prefix -> suffix -> tensor, for the suffixes that quantisation uses."""
+        self.other_suffixes: set[str] = set()
+        self.kinds: list[_Kind] = []
+        """One example of every kind of sound layer."""
         self.suspects: set[str] = set()
         """Layers that look quantised or are declared: the denominator of the summary."""
 
@@ -71,41 +110,64 @@ class _Check:
         if not self.checkpoint.headers:
             return
         self._shared_tensors()
+        self._index()
         metadata = self.checkpoint.metadata
         if quanto.is_quanto(metadata):
             specs, reads, used = quanto.check(metadata, self.tensors, self.findings, self.rename)
             self.specs.extend(specs)
             self.reads.extend(reads)
-            self.suspects.update(name[: -len(".weight._data")] for name in self.tensors if name.endswith(".weight._data"))
-            self._orphans({}, set(), used)
+            self.suspects.update(
+                name[: -len(".weight._data")] for name in self.tensors if name.endswith(".weight._data")
+            )
+            self._orphans({}, None, used)
         else:
             self._comfy(metadata)
         check_values(self.reads, self.checkpoint, self.findings)
+        if not self.findings.refused and not self.findings.has("extra.dialect", "extra.dialect.file"):
+            self._other_runtimes()
 
     # -- Comfy declarations ------------------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        parts = self.parts
+        for name, tensor in self.tensors.items():
+            prefix, dot, suffix = name.rpartition(".")
+            if suffix not in _PART_SUFFIXES:
+                self.other_suffixes.add(suffix)
+            elif prefix in parts:
+                parts[prefix][suffix] = tensor
+            elif dot:
+                parts[prefix] = {suffix: tensor}
 
     def _comfy(self, metadata: Mapping[str, str]) -> None:
         declared = declarations.collect(self.checkpoint, self.findings, compatible=self.compatible)
         has_declaration = bool(declared.layers or declared.broken or declared.global_mxfp8)
-        foreigner = foreign.recognise(self.tensors, metadata, has_declaration, self.findings)
+        foreigner = foreign.recognise(self.tensors, self.other_suffixes, metadata, has_declaration, self.findings)
         if self.compatible:
             dialects.apply(self.checkpoint, declared, self.findings)
         self.suspects.update(declared.layers, declared.broken)
-        marked = [name for name, tensor in self._all_definitions() if tensor.dtype in MARKED_DTYPES and name.endswith(".weight")]
-        marked = sorted(set(marked))
         if declared.global_mxfp8:
-            self._global_mxfp8(marked, declared)
-        self._missing_markers(marked, declared, foreigner)
-        layers = self._layers(declared)
+            self._global_mxfp8(self._marked(), declared)
+        self._missing_markers(declared)
+        used = self._layers(declared)
         self._collisions(declared)
         if not foreigner:
-            self._orphans(layers, declared.broken, set())
+            self._orphans(used, declared, frozenset())
 
-    def _all_definitions(self) -> Iterable[tuple[str, TensorInfo]]:
-        """Every tensor of every file, also those that a later shard defines again."""
-        if len(self.checkpoint.headers) == 1:
-            return self.tensors.items()
-        return (item for header in self.checkpoint.headers for item in header.tensors.items())
+    def _marked(self) -> dict[str, TensorInfo]:
+        """Prefixes of all weights whose type needs a declaration, also of those that a later shard defines again, by
+        name.
+        """
+        found = {
+            prefix: parts["weight"]
+            for prefix, parts in self.parts.items()
+            if "weight" in parts and parts["weight"].dtype in MARKED_DTYPES
+        }
+        for header in self.checkpoint.headers if len(self.checkpoint.headers) > 1 else ():
+            for name, tensor in header.tensors.items():
+                if tensor.dtype in MARKED_DTYPES and name.endswith(".weight"):
+                    found.setdefault(name[: -len(".weight")], tensor)
+        return found
 
     def _shared_tensors(self) -> None:
         """One tensor in two shards: which one is used depends on the order of the files."""
@@ -120,120 +182,149 @@ class _Check:
                     continue
                 where = f"{clean(os.path.basename(first[name]))} and {clean(os.path.basename(header.path))}"
                 if name.endswith(MARKER) and tensor.nbytes == self._defined_in(first[name], name).nbytes:
-                    self.findings.add("extra.shards.repeated_marker", layer=name[: -len(MARKER)], tensor=name, found=where)
+                    self.findings.add(
+                        "extra.shards.repeated_marker", layer=name[: -len(MARKER)], tensor=name, found=where
+                    )
                 else:
                     self.findings.add("extra.shards.duplicate_tensor", tensor=name, found=where)
 
     def _defined_in(self, path: str, name: str) -> TensorInfo:
         return next(header.tensors[name] for header in self.checkpoint.headers if header.path == path)
 
-    def _global_mxfp8(self, marked: list[str], declared: Declarations) -> None:
+    def _global_mxfp8(self, marked: Mapping[str, TensorInfo], declared: Declarations) -> None:
         """``quant_format: mxfp8`` in the metadata declares every 8-bit weight of the file."""
-        for name in marked:
-            prefix = name[: -len(".weight")]
-            weight, scale = self.tensors[name], self.tensors.get(f"{prefix}.weight_scale")
-            if weight.dtype not in MARKED_DTYPES:
-                weight = next(tensor for n, tensor in self._all_definitions() if n == name and tensor.dtype in MARKED_DTYPES)
+        for prefix in sorted(marked):
+            weight, scale = marked[prefix], self.tensors.get(f"{prefix}.weight_scale")
             wrong = mxfp8.global_layout_fault(weight, scale)
             written_by_kitchen = wrong is not None and mxfp8.is_padded_layout(weight, scale)
             if wrong is not None and not (self.compatible and written_by_kitchen):
-                n, k = (weight.shape[0], weight.shape[1] // 32) if len(weight.shape) == 2 else (0, 0)
+                two = len(weight.shape) == 2
                 self.findings.add(
                     "mxfp8.layout",
                     layer=prefix,
-                    tensor=name,
-                    expected=f"F8_E4M3 (N, K) with U8 scales {dims((n, k)) if n else '(N, K/32)'}",
+                    tensor=weight.name,
+                    expected=f"F8_E4M3 (N, K) with U8 scales "
+                    f"{dims((weight.shape[0], weight.shape[1] // 32)) if two else '(N, K/32)'}",
                     found=wrong,
-                    remedy="Set rules to compatible: the scales are stored as ComfyUI stores them." if written_by_kitchen else REEXPORT,
+                    remedy="Set rules to compatible: the scales are stored as ComfyUI stores them."
+                    if written_by_kitchen
+                    else REEXPORT,
                 )
                 if prefix not in declared.layers:
                     declared.broken.add(prefix)
             if prefix not in declared.layers and prefix not in declared.broken:
-                note = ["declared by quant_format in the metadata"]
-                declared.layers[prefix] = Declaration(prefix, {"format": "mxfp8"}, "metadata", "the header's quant_format", note)
+                note = ("declared by quant_format in the metadata",)
+                declared.layers[prefix] = Declaration(
+                    prefix, {"format": "mxfp8"}, "metadata", "the header's quant_format", note
+                )
             self.suspects.add(prefix)
 
-    def _missing_markers(self, marked: list[str], declared: Declarations, foreigner: bool) -> None:
+    def _missing_markers(self, declared: Declarations) -> None:
+        bare = [prefix for prefix in self._marked() if prefix not in declared.layers and prefix not in declared.broken]
+        if not bare:
+            return
         if self.compatible:
             plain = dialects.plain_storage(self.tensors, declared)
             if plain:
                 self.findings.add("extra.storage.plain", found=str(len(plain)))
                 return
-        for name in marked:
-            prefix = name[: -len(".weight")]
-            if prefix in declared.layers or prefix in declared.broken:
-                continue
+        for prefix in sorted(bare):
             self.suspects.add(prefix)
-            dtype = self.tensors[name].dtype
-            look = _looks_like(prefix, self.tensors)
+            weight = self.tensors[f"{prefix}.weight"]
+            look = _looks_like(self.parts[prefix])
             self.findings.add(
                 "marker.missing",
                 layer=prefix,
-                tensor=name,
+                tensor=weight.name,
                 expected="a comfy_quant marker or an entry in the metadata",
-                found=dtype,
+                found=weight.dtype,
                 look=f", though it looks like {look}" if look else "",
                 variant=look,
             )
             declared.broken.add(prefix)
 
-    def _layers(self, declared: Declarations) -> dict[str, Layer]:
-        layers: dict[str, Layer] = {}
-        tensors, findings = self.tensors, self.findings
+    def _layers(self, declared: Declarations) -> dict[str, Set[str]]:
+        """Judge every declared layer; returns the tensor suffixes that each one's format uses.
+
+        Layers of one kind (same declaration, same dtypes and shapes) are judged once: the verdict depends on nothing
+        else.
+        """
+        used: dict[str, Set[str]] = {}
+        kinds: dict[tuple[Any, ...], _Kind] = {}
+        nothing: dict[str, TensorInfo] = {}
+        all_parts, broken, rename = self.parts, declared.broken, self.rename
+        specs_append, reads_append = self.specs.append, self.reads.append
         for prefix, declaration in declared.layers.items():
-            if prefix in declared.broken:
+            if prefix in broken:
                 continue
-            name = declaration.conf.get("format")
-            known = FORMATS.get(name) if isinstance(name, str) else None
-            if known is None:
-                self._unknown_format(declaration)
-                declared.broken.add(prefix)
-                continue
-            layer = Layer(
-                prefix, declaration.conf, declaration.by, tensors, findings, self.compatible, declaration.aliases, list(declaration.notes)
+            parts = all_parts.get(prefix, nothing)
+            key = (
+                id(declaration.conf),
+                declaration.by,
+                declaration.notes,
+                *[(suffix, t.dtype, t.shape) for suffix, t in parts.items()],
             )
-            layers[prefix] = layer
-            missing = [suffix for suffix in known.required if layer.tensor(suffix) is None]
-            if missing:
-                rule = "layer.missing_tensors" if known.reference else "extra.layer.missing_tensors"
-                layer.fault(
-                    rule,
-                    expected=listing(list(known.required)),
-                    found=listing(missing),
-                    format=known.name,
-                    remedy=self._missing_remedy(prefix, missing),
-                    variant="ghost" if "weight" in missing else "",
-                )
-                declared.broken.add(prefix)
-                continue
-            weight = layer.need("weight")
-            if 0 in weight.shape:
-                layer.fault("extra.shape.empty", tensor=weight.name, expected="at least (1, 1)", found=dims(weight.shape))
-            understood = known.check(layer)
-            if understood is None or not layer.sound:
-                continue
-            self.reads.extend(layer.reads)
-            self.specs.append(
-                LayerSpec(
-                    name=self.rename(prefix),
-                    format=known.name,
-                    shape=understood.shape,
-                    bytes=sum(tensors[tensor].nbytes for tensor in understood.tensors.values()),
-                    declared_by=declaration.by,
-                    annotations=_annotations(declaration.conf, understood.annotations),
-                    notes=tuple(layer.notes),
-                    tensors=understood.tensors,
-                )
+            kind = kinds.get(key)
+            if kind is None:
+                layer, understood = self._layer(declaration, parts, declared)
+                if layer is None:
+                    continue
+                used[prefix] = layer.used
+                if understood is None:
+                    continue
+                kind = _Kind(declaration, layer, understood)
+                self.kinds.append(kind)
+                if layer.silent and declaration.aliases is None:
+                    kinds[key] = kind
+            used[prefix] = kind.used
+            specs_append(kind.spec(rename(prefix), parts))
+            for suffix, rest in kind.reads:
+                reads_append(Read(prefix, parts[suffix], *rest))
+        return used
+
+    def _layer(
+        self, declaration: Declaration, parts: Mapping[str, TensorInfo], declared: Declarations
+    ) -> tuple[Layer | None, Understood | None]:
+        prefix = declaration.prefix
+        name = declaration.conf.get("format")
+        known = FORMATS.get(name) if isinstance(name, str) else None
+        if known is None:
+            self._unknown_format(declaration)
+            declared.broken.add(prefix)
+            return None, None
+        layer = Layer(prefix, declaration.conf, parts, self.findings, self.compatible, declaration.aliases)
+        layer.notes.extend(declaration.notes)
+        missing = [suffix for suffix in known.required if layer.tensor(suffix) is None]
+        if missing:
+            rule = "layer.missing_tensors" if known.reference else "extra.layer.missing_tensors"
+            layer.fault(
+                rule,
+                expected=listing(list(known.required)),
+                found=listing(missing),
+                format=known.name,
+                remedy=self._missing_remedy(prefix, missing),
+                variant="ghost" if "weight" in missing else "",
             )
-        return layers
+            declared.broken.add(prefix)
+            return layer, None
+        weight = layer.need("weight")
+        if 0 in weight.shape:
+            layer.fault("extra.shape.empty", tensor=weight.name, expected="at least (1, 1)", found=dims(weight.shape))
+        understood = known.check(layer)
+        return layer, understood if layer.sound else None
 
     def _missing_remedy(self, prefix: str, missing: list[str]) -> str:
         if "weight" not in missing:
             return "The scales were lost in a conversion, or a shard is missing. " + REEXPORT
         for outer in dialects.MODEL_PREFIXES:
-            if f"{outer}{prefix}.weight" in self.tensors or (prefix.startswith(outer) and f"{prefix[len(outer) :]}.weight" in self.tensors):
+            if f"{outer}{prefix}.weight" in self.tensors or (
+                prefix.startswith(outer) and f"{prefix[len(outer) :]}.weight" in self.tensors
+            ):
                 return "The declared names lack the model prefix, or have one too many: try rules = compatible."
-        return "The declaration names a layer that is not in the file: a shard is missing, or the names were changed. " + REEXPORT
+        return (
+            "The declaration names a layer that is not in the file: a shard is missing, or the names were changed. "
+            + REEXPORT
+        )
 
     def _unknown_format(self, declaration: Declaration) -> None:
         known = listing(list(FORMATS), limit=len(FORMATS))
@@ -245,13 +336,19 @@ class _Check:
                 layer=declaration.prefix,
                 expected=known,
                 found=conf(declaration.conf),
-                remedy="Set rules to compatible, which reads this dialect, or " + DECLARE[0].lower() + DECLARE[1:] if rotated else REEXPORT,
+                remedy="Set rules to compatible, which reads this dialect, or " + DECLARE[0].lower() + DECLARE[1:]
+                if rotated
+                else REEXPORT,
                 variant=conf(declaration.conf),
             )
             return
-        self.findings.add("extra.format.unknown", layer=declaration.prefix, expected=known, found=show(value), variant=show(value))
+        self.findings.add(
+            "extra.format.unknown", layer=declaration.prefix, expected=known, found=show(value), variant=show(value)
+        )
 
     def _collisions(self, declared: Declarations) -> None:
+        if self.rename is _unchanged:
+            return
         targets: dict[str, str] = {}
         for prefix in declared.layers:
             target = self.rename(prefix)
@@ -260,77 +357,130 @@ class _Check:
             else:
                 targets[target] = prefix
 
-    def _orphans(self, layers: Mapping[str, Layer], broken: set[str], used: set[str]) -> None:
+    def _other_runtimes(self) -> None:
+        """Notices about another runtime's limits; layers of one kind meet the same ones."""
+        markers = {kind.prefix: kind.marker for kind in self.kinds}
+        for _, words, layer in runtimes.notices(markers, {kind.prefix: kind.stored for kind in self.kinds}):
+            self.findings.add("extra.runtime", layer=layer, found=words, variant=words)
+        labelled = [kind for kind in self.kinds if kind.format == "mxfp8" and kind.scale_dtype == "F8_E8M0"]
+        if labelled:
+            self.findings.add(
+                "extra.runtime",
+                layer=labelled[0].prefix,
+                found="it wants MXFP8 block scales stored as U8",
+                variant="e8m0",
+            )
+
+    def _orphans(self, used: Mapping[str, Set[str]], declared: Declarations | None, names: Set[str]) -> None:
         """Scale tensors that no declaration uses."""
-        suffixes = SCALE_SUFFIXES
-        found: dict[str, list[str]] = {}
-        for name in self.tensors:
-            prefix, dot, suffix = name.rpartition(".")
-            if not dot or suffix not in suffixes or name in used or prefix in broken:
+        broken = declared.broken if declared else set()
+        nothing: Set[str] = frozenset()
+        for prefix, parts in self.parts.items():
+            if len(parts) == 1 and "weight" in parts:
                 continue
-            layer = layers.get(prefix)
-            if layer is None or suffix not in layer.used:
-                found.setdefault(prefix, []).append(suffix)
-        for prefix, orphans in found.items():
-            weight = self.tensors.get(f"{prefix}.weight")
-            layer = layers.get(prefix)
-            state = f"it is declared as {layer.conf.get('format')}" if layer else f"its weight is {weight.dtype}" if weight else "it has no weight"
-            harmful = [suffix for suffix in orphans if suffix not in _UNUSED_IS_HARMLESS]
-            harmless = [suffix for suffix in orphans if suffix in _UNUSED_IS_HARMLESS]
-            if harmful:
+            orphans = parts.keys() - used.get(prefix, nothing)
+            orphans.discard("weight")
+            if orphans and prefix not in broken:
+                orphans = {suffix for suffix in orphans if parts[suffix].name not in names}
+                declaration = declared.layers.get(prefix) if declared else None
+                self._orphan(prefix, [suffix for suffix in SCALE_SUFFIXES if suffix in orphans], declaration)
+        for name in self.tensors if "_data" in self.other_suffixes else ():
+            if name.endswith(".weight._data") and name not in names:
                 self.findings.add(
-                    "extra.scale.orphan", layer=prefix, tensor=f"{prefix}.{harmful[0]}", expected=state, found=listing(harmful), variant=state
+                    "extra.quanto.undeclared", layer=name[: -len(".weight._data")], tensor=name, found="weight._data"
                 )
-            if harmless:
+
+    def _orphan(self, prefix: str, orphans: list[str], declaration: Declaration | None) -> None:
+        weight = self.parts[prefix].get("weight")
+        if declaration is not None:
+            state = f"it is declared as {show(declaration.conf.get('format'))}"
+        else:
+            state = (
+                f"its weight is {weight.dtype}, not declared as quantised" if weight is not None else "it has no weight"
+            )
+        for rule, suffixes in (
+            ("extra.scale.orphan", [suffix for suffix in orphans if suffix not in _UNUSED_IS_HARMLESS]),
+            ("extra.scale.unused", [suffix for suffix in orphans if suffix in _UNUSED_IS_HARMLESS]),
+        ):
+            if suffixes:
                 self.findings.add(
-                    "extra.scale.unused", layer=prefix, tensor=f"{prefix}.{harmless[0]}", expected=state, found=listing(harmless), variant=state
+                    rule,
+                    layer=prefix,
+                    tensor=f"{prefix}.{suffixes[0]}",
+                    expected=state,
+                    found=listing(suffixes),
+                    variant=state,
                 )
-        packed = [name for name in self.tensors if name.endswith(".weight._data") and name not in used]
-        for name in packed:
-            self.findings.add("extra.quanto.undeclared", layer=name[: -len(".weight._data")], tensor=name, found="weight._data")
+
+
+class _Kind:
+    """What all layers of one kind have in common."""
+
+    def __init__(self, declaration: Declaration, layer: Layer, understood: Understood) -> None:
+        self.prefix = declaration.prefix
+        self.format = str(declaration.conf["format"])
+        self.marker = {**declaration.conf, **{f"_{key}": value for key, value in understood.annotations.items()}}
+        self.stored = layer.need("weight").shape
+        scale = layer.parts.get("weight_scale")
+        self.scale_dtype = scale.dtype if scale is not None else ""
+        self.by = declaration.by
+        self.used = layer.used
+        self.reads = [(read.tensor.name.rpartition(".")[2], read[2:]) for read in layer.reads]
+        self.notes = tuple(layer.notes)
+        self.shape = understood.shape
+        self.annotations = _annotations(declaration.conf, understood.annotations)
+        self.suffixes = [(canonical, name.rpartition(".")[2]) for canonical, name in understood.tensors.items()]
+        self.bytes = sum(layer.parts[suffix].nbytes for _, suffix in self.suffixes)
+
+    def spec(self, name: str, parts: Mapping[str, TensorInfo]) -> LayerSpec:
+        tensors = {canonical: parts[suffix].name for canonical, suffix in self.suffixes}
+        return LayerSpec(
+            name, self.format, self.shape, self.bytes, self.by, self.annotations.copy(), self.notes, tensors
+        )
 
 
 def _annotations(declaration: Mapping[str, Any], derived: dict[str, Any]) -> dict[str, Any]:
     """Derived values, and beside them the declaration's own keys that are safe to carry along (short scalars).
 
-    The reference marks derived keys with an underscore and a file can spoof them: those never replace or contradict a derived value.
+    The reference marks derived keys with an underscore and a file can spoof them: those never replace or contradict a
+    derived value.
     """
     kept: dict[str, Any] = {}
     for key, value in declaration.items():
         if key == "format" or len(key) > 64 or len(kept) >= 32 or (key.startswith("_") and key.lstrip("_") in derived):
             continue
-        if isinstance(value, bool) or (isinstance(value, str) and len(value) <= 200):
-            kept[key] = value
-        elif (isinstance(value, int) and value.bit_length() < 64) or (isinstance(value, float) and abs(value) < 1e300):
+        if (
+            isinstance(value, bool)
+            or (isinstance(value, str) and len(value) <= 200)
+            or (isinstance(value, int) and value.bit_length() < 64)
+            or (isinstance(value, float) and abs(value) < 1e300)
+        ):
             kept[key] = value
     kept.update(derived)
     return kept
 
 
-def _looks_like(prefix: str, tensors: Mapping[str, TensorInfo]) -> str:
+def _looks_like(parts: Mapping[str, TensorInfo]) -> str:
     """What an undeclared weight looks like; a description for the reader, never a decision."""
-    weight = tensors[f"{prefix}.weight"]
-    scale = tensors.get(f"{prefix}.weight_scale")
+    weight, scale = parts["weight"], parts.get("weight_scale")
     if len(weight.shape) != 2:
         return ""
-    n, cols = weight.shape
-    if f"{prefix}.scale_weight" in tensors and weight.dtype == "F8_E4M3":
+    if "scale_weight" in parts and weight.dtype == "F8_E4M3":
         return "legacy scaled FP8 (F8_E4M3 with scale_weight)"
-    if f"{prefix}.weight_s_rel" in tensors and weight.dtype == "I8":
+    if "weight_s_rel" in parts and weight.dtype == "I8":
         return "asym_w4a8_int8 (packed I8 with group scales)"
     if scale is None:
         return ""
-    if weight.dtype == "U8" and f"{prefix}.weight_scale_2" in tensors and scale.dtype in ("F8_E4M3", "U8"):
+    if weight.dtype == "U8" and "weight_scale_2" in parts and scale.dtype in ("F8_E4M3", "U8"):
         return "nvfp4 (packed U8, 16-wide E4M3 block scales, a global scale)"
     if weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0") and len(scale.shape) == 2:
         return "mxfp8 (F8_E4M3 with 32-wide power-of-two scales)"
     if weight.dtype == "F8_E4M3":
         return f"FP8 with {'one scale' if scale.nbytes <= 4 else 'row or block scales'}"
-    if weight.dtype == "I8" and scale.dtype == "F32" and scale.shape in ((n, 1), ()):
+    if weight.dtype == "I8" and scale.dtype == "F32" and scale.shape in ((weight.shape[0], 1), ()):
         return f"int8 with {'row scales' if scale.shape else 'one scale'}, rotated or not"
-    if weight.dtype == "I8" and scale.shape == (n,):
+    if weight.dtype == "I8" and scale.shape == (weight.shape[0],):
         return "int8 or packed W4A4 with row scales"
-    del cols
     return ""
 
 
@@ -351,5 +501,3 @@ def _report(checkpoint: Checkpoint, findings: Findings, rules: Rules, run: _Chec
         faults=findings.faults(),
         groups=findings.groups(),
     )
-
-

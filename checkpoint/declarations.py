@@ -1,9 +1,12 @@
-"""What a checkpoint says about its layers: ``*.comfy_quant`` markers and the header's ``_quantization_metadata``, merged."""
+"""What a checkpoint says about its layers: ``*.comfy_quant`` markers and the header's ``_quantization_metadata``,
+merged.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +28,35 @@ _MARKER_TYPES_THAT_CRASH = frozenset(
 )
 
 
-@dataclass
 class Declaration:
-    """One layer's declaration. ``where`` names its origin for messages."""
+    """One layer's declaration. ``where`` names its origin for messages, ``aliases`` a dialect's spelling of its
+    tensors.
+    """
 
-    prefix: str
-    conf: dict[str, Any]
-    by: DeclaredBy
-    where: str
-    notes: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
+    __slots__ = ("aliases", "by", "conf", "notes", "prefix", "where")
+
+    def __init__(
+        self,
+        prefix: str,
+        conf: dict[str, Any],
+        by: DeclaredBy,
+        where: str,
+        notes: tuple[str, ...] = (),
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.prefix = prefix
+        self.conf = conf
+        self.by = by
+        self.where = where
+        self.notes = notes
+        self.aliases = aliases
 
 
 @dataclass
 class Declarations:
-    """All declarations; ``broken`` are layers whose declaration exists but cannot be used (their tensors are not judged further)."""
+    """All declarations; ``broken`` are layers whose declaration exists but cannot be used (their tensors are not judged
+    further).
+    """
 
     layers: dict[str, Declaration] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
@@ -75,7 +92,9 @@ class _DuplicateKeys:
 
 
 def too_deep(text: str | bytes) -> bool:
-    """Whether a JSON text nests deeper than any reader's stack allows; linear, and only counted when brackets abound."""
+    """Whether a JSON text nests deeper than any reader's stack allows; linear, and only counted when brackets
+    abound.
+    """
     if isinstance(text, str):
         text = text.encode("utf-8", "surrogatepass")
     if text.count(b"[") + text.count(b"{") < MAX_DEPTH:
@@ -113,7 +132,9 @@ def collect(checkpoint: Checkpoint, findings: Findings, *, compatible: bool) -> 
     flags: set[str] = set()
     budget = MAX_MARKERS_TOTAL
     for header in checkpoint.headers:
-        where = "the header" if len(checkpoint.headers) == 1 else f"the header of {clean(os.path.basename(header.path))}"
+        where = (
+            "the header" if len(checkpoint.headers) == 1 else f"the header of {clean(os.path.basename(header.path))}"
+        )
         flag = header.metadata.get("quant_format", "")
         if flag:
             flags.add(flag.lower())
@@ -141,14 +162,20 @@ def _metadata(text: str, where: str, out: Declarations, findings: Findings, comp
         if has_big_integer(error):
             findings.add("crash.meta.bigint")
         else:
-            findings.add("meta.json", found="it is empty" if not text.strip() else clean(str(error), 100), expected="a JSON object")
+            findings.add(
+                "meta.json",
+                found="it is empty" if not text.strip() else clean(str(error), 100),
+                expected="a JSON object",
+            )
         return
     if not isinstance(document, dict):
         findings.add("meta.not_object", found=show(document), expected="a JSON object")
         return
     layers = document.get("layers")
     if not isinstance(layers, dict):
-        findings.add("meta.layers_not_object", found=show(layers) if "layers" in document else "nothing", expected="an object")
+        findings.add(
+            "meta.layers_not_object", found=show(layers) if "layers" in document else "nothing", expected="an object"
+        )
         return
     out.metadata_broken = False
     if duplicates.first is not None:
@@ -198,7 +225,13 @@ def _marker(
         return budget
     size = tensor.stop - tensor.start
     if size > MAX_MARKER or size > budget:
-        findings.add("extra.marker.size", layer=prefix, tensor=tensor.name, expected=f"at most {MAX_MARKER} bytes", found=f"{size} bytes long")
+        findings.add(
+            "extra.marker.size",
+            layer=prefix,
+            tensor=tensor.name,
+            expected=f"at most {MAX_MARKER} bytes",
+            found=f"{size} bytes long",
+        )
         out.broken.add(prefix)
         return budget
     data = raw.read_at(tensor.start, size)
@@ -245,16 +278,28 @@ def _what_is_wrong(data: bytes, error: ValueError) -> str:
         return "zeroed"
     if not data.strip():
         return "blank"
-    if b"\0" in data and data.rstrip(b"\0")[:1] == b"{" and data.rstrip(b"\0")[-1:] == b"}" and data.count(b"\0") == len(data) - len(data.rstrip(b"\0")):
+    if (
+        b"\0" in data
+        and data.rstrip(b"\0")[:1] == b"{"
+        and data.rstrip(b"\0")[-1:] == b"}"
+        and data.count(b"\0") == len(data) - len(data.rstrip(b"\0"))
+    ):
         return "padded"
-    if isinstance(error, json.JSONDecodeError) and data.lstrip()[:1] == b"{" and error.pos >= len(data.rstrip()) - 1 and not data.rstrip().endswith(b"}"):
+    if (
+        isinstance(error, json.JSONDecodeError)
+        and data.lstrip()[:1] == b"{"
+        and error.pos >= len(data.rstrip()) - 1
+        and not data.rstrip().endswith(b"}")
+    ):
         return "truncated"
     if isinstance(error, UnicodeDecodeError):
         return "not text"
     return "not JSON"
 
 
-def _report_bad_markers(bad: list[_BadMarker], out: Declarations, findings: Findings, checkpoint: Checkpoint, compatible: bool) -> None:
+def _report_bad_markers(
+    bad: list[_BadMarker], out: Declarations, findings: Findings, checkpoint: Checkpoint, compatible: bool
+) -> None:
     if not bad:
         return
     lengths: dict[int, str] = {}
@@ -264,61 +309,64 @@ def _report_bad_markers(bad: list[_BadMarker], out: Declarations, findings: Find
             name = declaration.conf.get("format")
             if marker is not None and isinstance(name, str):
                 lengths.setdefault(marker.nbytes, clean(name, 40))
-    for marker in bad:
-        if compatible and _unquantised(marker.prefix, checkpoint):
+    for item in bad:
+        weight = checkpoint.tensors.get(f"{item.prefix}.weight")
+        if compatible and weight is not None and _unquantised(item.prefix, weight, checkpoint):
             findings.add(
                 "extra.dialect",
-                layer=marker.prefix,
-                found=f"unreadable marker ({marker.reason}) ignored: the weight is {checkpoint.tensors[marker.prefix + '.weight'].dtype} and has no scales",
+                layer=item.prefix,
+                found=f"unreadable marker ({item.reason}) ignored: the weight is {weight.dtype} and has no scales",
                 variant="ignored marker",
             )
             continue
-        out.broken.add(marker.prefix)
-        size = len(marker.data)
+        out.broken.add(item.prefix)
+        size = len(item.data)
         found = {
-            "empty": "empty (0 bytes)",
+            "empty": "empty",
             "zeroed": f"zeroed: {size} NUL bytes",
             "blank": f"blank: {size} spaces",
             "padded": "followed by NUL bytes",
             "truncated": f"cut short after {size} bytes",
             "not text": f"not text ({size} bytes)",
             "not JSON": f"not JSON ({size} bytes)",
-        }[marker.reason]
-        if marker.reason == "zeroed" and size in lengths:
+        }[item.reason]
+        if item.reason == "zeroed" and size in lengths:
             found += f", the same length as the {lengths[size]} marker of other layers"
-        weight = checkpoint.tensors.get(marker.prefix + ".weight")
         if weight is not None:
-            found += f" (the weight is {weight.dtype})"
-        damaged = marker.reason in ("zeroed", "truncated", "not text")
+            found += f", while the weight is {weight.dtype}"
+        damaged = item.reason in ("zeroed", "truncated", "not text")
         findings.add(
             "marker.json",
-            layer=marker.prefix,
-            tensor=marker.tensor.name,
+            layer=item.prefix,
+            tensor=item.tensor.name,
             expected='JSON such as {"format": "nvfp4"}',
             found=found,
             remedy=REDOWNLOAD if damaged else REEXPORT,
-            variant=marker.reason,
+            variant=item.reason,
         )
 
 
-def _unquantised(prefix: str, checkpoint: Checkpoint) -> bool:
-    weight = checkpoint.tensors.get(f"{prefix}.weight")
-    if weight is None or weight.dtype not in ("BF16", "F16", "F32", "F64"):
+def _unquantised(prefix: str, weight: TensorInfo, checkpoint: Checkpoint) -> bool:
+    if weight.dtype not in ("BF16", "F16", "F32", "F64"):
         return False
-    return not any(f"{prefix}.{suffix}" in checkpoint.tensors for suffix in ("weight_scale", "weight_scale_2", "weight_s_rel", "scale_weight"))
+    scales = ("weight_scale", "weight_scale_2", "weight_s_rel", "scale_weight")
+    return not any(f"{prefix}.{suffix}" in checkpoint.tensors for suffix in scales)
 
 
 def _merge(new: Declaration, out: Declarations, findings: Findings, compatible: bool) -> None:
     old = out.layers.get(new.prefix)
-    if old is None or same(old.conf, new.conf):
-        if old is not None:
-            new.by = old.by if old.by == "marker" else new.by
+    if old is None:
+        out.layers[new.prefix] = new
+        return
+    if same(old.conf, new.conf):  # equal, yet 1 == True: the later object is the one in effect
+        if old.by == "marker":
+            new.by = "marker"
         out.layers[new.prefix] = new
         return
     if compatible and ("format" in old.conf) != ("format" in new.conf) and not set(old.conf) & set(new.conf):
-        joined = Declaration(new.prefix, {**old.conf, **new.conf}, new.by, f"{old.where} and {new.where}")
-        joined.notes.append("declaration put together from the header and the marker")
-        findings.add("extra.dialect", layer=new.prefix, found=joined.notes[0], variant="split")
+        note = "declaration put together from the header and the marker"
+        joined = Declaration(new.prefix, {**old.conf, **new.conf}, new.by, f"{old.where} and {new.where}", (note,))
+        findings.add("extra.dialect", layer=new.prefix, found=note, variant="split")
         out.layers[new.prefix] = joined
         return
     out.broken.add(new.prefix)
@@ -330,4 +378,3 @@ def _merge(new: Declaration, out: Declarations, findings: Findings, compatible: 
         first=old.where,
         second=new.where if new.where != old.where else "a second one",
     )
-

@@ -1,4 +1,6 @@
-"""What ``rules = compatible`` understands beyond the standard declarations, and why each is certain (``docs/dialects.md``)."""
+"""What ``rules = compatible`` understands beyond the standard declarations, and why each is certain
+(``docs/dialects.md``).
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ def apply(checkpoint: Checkpoint, declared: Declarations, findings: Findings) ->
 
 
 def _metadata_prefix(tensors: Mapping[str, TensorInfo], declared: Declarations, findings: Findings) -> None:
-    """Metadata names without (or with) the model prefix: certain when one prefix, the same for all, gives every one its weight."""
-    lost = [prefix for prefix in declared.from_metadata if prefix in declared.layers and f"{prefix}.weight" not in tensors]
+    """Metadata names without (or with) the model prefix: certain when one prefix, the same for all, gives every one its
+    weight.
+    """
+    lost = [
+        prefix for prefix in declared.from_metadata if prefix in declared.layers and f"{prefix}.weight" not in tensors
+    ]
     if not lost:
         return
     choices: dict[str, list[str]] = {}
@@ -54,12 +60,14 @@ def _metadata_prefix(tensors: Mapping[str, TensorInfo], declared: Declarations, 
     note = f"metadata names matched {len(lost)}/{len(lost)} after {how}"
     for prefix, target in zip(lost, targets, strict=True):
         old = declared.layers.pop(prefix)
-        declared.layers[target] = Declaration(target, old.conf, old.by, old.where, [*old.notes, note])
-    findings.add("extra.dialect.file", found=note[0].upper() + note[1:], variant="prefix")
+        declared.layers[target] = Declaration(target, old.conf, old.by, old.where, (*old.notes, note))
+    findings.add("extra.dialect.file", found=note[0].upper() + note[1:].removesuffix("."), variant="prefix")
 
 
 def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations, findings: Findings) -> None:
-    """A ``scaled_fp8`` tensor declares every F8 layer below it that has a ``scale_weight``; two elements ask for full precision."""
+    """A ``scaled_fp8`` tensor declares every F8 layer below it that has a ``scale_weight``; two elements ask for full
+    precision.
+    """
     flags = [name for name in tensors if name == "scaled_fp8" or name.endswith(".scaled_fp8")]
     for flag in flags:
         outer = flag[: -len("scaled_fp8")]
@@ -72,7 +80,12 @@ def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations
                 continue
             prefix = name[: -len(".scale_weight")]
             weight = tensors.get(f"{prefix}.weight")
-            if weight is None or weight.dtype not in FP8_DTYPES or prefix in declared.layers or prefix in declared.broken:
+            if (
+                weight is None
+                or weight.dtype not in FP8_DTYPES
+                or prefix in declared.layers
+                or prefix in declared.broken
+            ):
                 continue
             conf: dict[str, object] = {"format": FP8_DTYPES[weight.dtype]}
             if elements == 2:
@@ -82,13 +95,17 @@ def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations
                 conf,
                 "inferred",
                 f"the tensor {clean(flag)}",
-                ["legacy scaled_fp8 file"],
+                ("legacy scaled_fp8 file",),
                 {"weight_scale": "scale_weight", "input_scale": "scale_input"},
             )
             found += 1
             del scale
         if found:
-            findings.add("extra.dialect.file", found=f"Legacy scaled_fp8 file: {found} layers with scale_weight", variant="scaled_fp8")
+            findings.add(
+                "extra.dialect.file",
+                found=f"Legacy scaled_fp8 file: {found} layers with scale_weight",
+                variant="scaled_fp8",
+            )
 
 
 def _int8_fast(tensors: Mapping[str, TensorInfo], declared: Declarations, findings: Findings) -> None:
@@ -102,7 +119,7 @@ def _int8_fast(tensors: Mapping[str, TensorInfo], declared: Declarations, findin
             continue
         note = "marker without format, as the retired INT8-Fast loader wrote them: int8_tensorwise with ConvRot 256"
         declaration.conf = {"format": "int8_tensorwise", "convrot_groupsize": 256, **conf}
-        declaration.notes.append(note)
+        declaration.notes = (*declaration.notes, note)
         findings.add("extra.dialect", layer=prefix, found=note, variant="int8-fast")
 
 
@@ -110,7 +127,9 @@ def plain_storage(tensors: Mapping[str, TensorInfo], declared: Declarations) -> 
     """F8 weights of a file that has neither a scale nor a declaration anywhere: 8-bit floats as plain storage."""
     if declared.layers or declared.broken or declared.metadata_broken or declared.global_mxfp8:
         return []
-    weights = [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8", "U8")]
+    weights = [
+        name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8", "U8")
+    ]
     if not weights or any(tensors[name].dtype != "F8_E4M3" for name in weights):
         return []
     ends = tuple(f".{suffix}" for suffix in SCALE_SUFFIXES) + ("scaled_fp8",)

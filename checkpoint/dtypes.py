@@ -40,7 +40,9 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 def _small_float_table(exponent_bits: int, mantissa_bits: int, *, infinities: bool) -> npt.NDArray[np.float32]:
-    """All 256 values of an 8-bit float (sign, exponent, mantissa), IEEE style or the OCP "FN" style without infinities."""
+    """All 256 values of an 8-bit float (sign, exponent, mantissa), IEEE style or the OCP "FN" style without
+    infinities.
+    """
     codes = np.arange(256, dtype=np.int32)
     sign = np.where(codes & 0x80, -1.0, 1.0)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .findings import Findings
-from .header import MAX_HEADER, Header, HeaderError, TensorInfo, open_raw, read_header
+from .header import MAX_HEADER, Header, HeaderError, Stamp, TensorInfo, open_raw, read_header
 from .words import clean, listing
 
 MAX_SHARDS = 2000
@@ -24,12 +24,14 @@ _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 class Checkpoint:
     """The sound files of one checkpoint.
 
-    ``tensors`` maps a name to its (last) definition; ``order`` holds each file's tensors on their own. A tensor's file is its ``path``.
+    ``tensors`` maps a name to its (last) definition; ``order`` holds each file's tensors on their own. A tensor's file
+    is its ``path``.
     """
 
     paths: tuple[str, ...]
     headers: list[Header] = field(default_factory=list)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    index_stamps: dict[str, Stamp] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -47,19 +49,28 @@ def as_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
     return [os.fspath(path) for path in paths]
 
 
-def expand(given: list[str], findings: Findings) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """The files to read, in order, and what each shard index says (index path -> tensor -> shard path).
+@dataclass(frozen=True)
+class Index:
+    """A shard index: tensor -> path of the shard that should hold it."""
 
-    An index stands for its shards; a shard's name stands for the whole set in its folder. What is missing, doubled or unusable becomes a fault.
+    placed: dict[str, str]
+    stamp: Stamp
+
+
+def expand(given: list[str], findings: Findings) -> tuple[list[str], dict[str, Index]]:
+    """The files to read, in order, and the shard indices among the given paths.
+
+    An index stands for its shards; a shard's name stands for the whole set in its folder. What is missing, doubled or
+    unusable becomes a fault.
     """
     files: list[str] = []
-    indices: dict[str, dict[str, str]] = {}
+    indices: dict[str, Index] = {}
     for path in given:
         if path.endswith(_INDEX_END):
-            placed = _read_index(path, findings)
-            if placed is not None:
-                indices[path] = placed
-                files.extend(dict.fromkeys(placed.values()))
+            index = _read_index(path, findings)
+            if index is not None:
+                indices[path] = index
+                files.extend(dict.fromkeys(index.placed.values()))
         else:
             files.append(path)
     seen: dict[str, str] = {}
@@ -89,7 +100,9 @@ def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> lis
             continue
         done.add(key)
         if not 1 <= int(match["number"]) <= total or total > MAX_SHARDS:
-            findings.add("extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)")
+            findings.add(
+                "extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)"
+            )
             continue
         missing: list[str] = []
         for number in range(1, total + 1):
@@ -105,7 +118,7 @@ def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> lis
     return complete
 
 
-def _read_index(path: str, findings: Findings) -> dict[str, str] | None:
+def _read_index(path: str, findings: Findings) -> Index | None:
     def bad(found: str) -> None:
         findings.add("extra.shards.index", file=clean(os.path.basename(path)), found=found)
 
@@ -115,6 +128,7 @@ def _read_index(path: str, findings: Findings) -> dict[str, str] | None:
                 bad("it is far too large")
                 return None
             text = raw.read_at(0, raw.stamp.size)
+            stamp = raw.stamp
     except HeaderError as error:
         findings.add(error.rule, file=clean(os.path.basename(path)), found=error.detail, expected=error.expected)
         return None
@@ -130,14 +144,21 @@ def _read_index(path: str, findings: Findings) -> dict[str, str] | None:
     folder = os.path.dirname(path)
     placed: dict[str, str] = {}
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or os.path.basename(shard) != shard or "\\" in shard or "\0" in shard or shard == "..":
+        if (
+            not isinstance(shard, str)
+            or not shard
+            or os.path.basename(shard) != shard
+            or "\\" in shard
+            or "\0" in shard
+            or shard == ".."
+        ):
             bad("it names a file outside its folder")
             return None
         placed[tensor] = os.path.join(folder, shard)
     if len(set(placed.values())) > MAX_SHARDS:
         bad(f"it names more than {MAX_SHARDS} files")
         return None
-    return placed
+    return Index(placed, stamp)
 
 
 def _foreign_file(path: str) -> str | None:
@@ -158,14 +179,16 @@ def _foreign_file(path: str) -> str | None:
 
 
 def _plausible_length(magic: bytes) -> bool:
-    """Whether the first eight bytes can be a header length (``PK..`` and pickle opcodes cannot, but a length of 640 looks like one)."""
+    """Whether the first eight bytes can be a header length (``PK..`` and pickle opcodes cannot, but a length of 640
+    looks like one).
+    """
     return len(magic) == 8 and magic[4:] == b"\0\0\0\0"
 
 
 def load(given: list[str], findings: Findings) -> Checkpoint:
     """Read the headers of all files; every unusable one becomes a fault."""
     paths, indices = expand(given, findings)
-    checkpoint = Checkpoint(tuple(paths))
+    checkpoint = Checkpoint(tuple(paths), index_stamps={path: index.stamp for path, index in indices.items()})
     for path in paths:
         base = clean(os.path.basename(path))
         rule = _foreign_file(path)
@@ -176,10 +199,14 @@ def load(given: list[str], findings: Findings) -> Checkpoint:
             header = read_header(path)
         except HeaderError as error:
             if error.rule == "crash.file" and not path.lower().endswith((".safetensors", ".sft")):
-                findings.add("extra.file.not_checkpoint", file=base, found=f"it does not end in .safetensors and {error.detail}")
+                findings.add(
+                    "extra.file.not_checkpoint", file=base, found=f"it does not end in .safetensors and {error.detail}"
+                )
                 continue
             where = f"tensor {clean(error.tensor)}: " if error.tensor is not None else ""
-            findings.add(error.rule, file=base, tensor=error.tensor, found=where + error.detail, expected=error.expected)
+            findings.add(
+                error.rule, file=base, tensor=error.tensor, found=where + error.detail, expected=error.expected
+            )
             continue
         checkpoint.headers.append(header)
         for name in header.duplicates:
@@ -189,8 +216,8 @@ def load(given: list[str], findings: Findings) -> Checkpoint:
     else:
         for header in checkpoint.headers:
             checkpoint.tensors.update(header.tensors)
-    for placed in indices.values():
-        _compare_index(placed, checkpoint, findings)
+    for index in indices.values():
+        _compare_index(index.placed, checkpoint, findings)
     return checkpoint
 
 
@@ -210,7 +237,9 @@ def _compare_index(placed: dict[str, str], checkpoint: Checkpoint, findings: Fin
 
 
 def open_checkpoint(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Checkpoint:
-    """The files of one checkpoint, for loaders and tools. Raises :class:`HeaderError` for the first file that cannot be used."""
+    """The files of one checkpoint, for loaders and tools. Raises :class:`HeaderError` for the first file that cannot be
+    used.
+    """
     findings = Findings()
     checkpoint = load(as_paths(paths), findings)
     if findings.refused:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .catalogue import RULES
 from .report import Fault, Group, Severity
@@ -32,6 +32,15 @@ class Findings:
         self.dropped = 0
         self.faulty_layers: set[str] = set()
 
+    def copy(self) -> Findings:
+        """The same findings, to be added to independently."""
+        twin = Findings()
+        twin._faults = list(self._faults)
+        twin._piles = {key: replace(pile, layers=list(pile.layers)) for key, pile in self._piles.items()}
+        twin.dropped = self.dropped
+        twin.faulty_layers = set(self.faulty_layers)
+        return twin
+
     def add(
         self,
         rule: str,
@@ -44,7 +53,9 @@ class Findings:
         variant: str = "",
         **words: str,
     ) -> None:
-        """Record one fault. ``variant`` keeps different kinds of one rule in different groups; ``words`` fill the rule's own templates."""
+        """Record one fault. ``variant`` keeps different kinds of one rule in different groups; ``words`` fill the
+        rule's own templates.
+        """
         row = RULES[rule]
         blanks = {
             "layer": name_of(layer) if layer is not None else "",
@@ -81,6 +92,10 @@ class Findings:
                 repairable=row.repairable if repairable is None else repairable,
             )
         )
+
+    def has(self, *rules: str) -> bool:
+        """Whether any of these rules was broken."""
+        return any(rule in rules for rule, _ in self._piles)
 
     @property
     def refused(self) -> bool:

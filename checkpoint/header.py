@@ -1,8 +1,8 @@
 """Reading the header of one safetensors file, which is hostile until proved sound.
 
-Layout of the format: 8 bytes little-endian header length, the JSON header, then the data area. Every tensor names its dtype, shape
-and byte range in the data area; the ranges must tile the area exactly. All limits here bound time and memory before any
-object is built from the file's content; a refusal is a :class:`HeaderError`, never another exception.
+Layout of the format: 8 bytes little-endian header length, the JSON header, then the data area. Every tensor names its
+dtype, shape and byte range in the data area; the ranges must tile the area exactly. All limits here bound time and
+memory before any object is built from the file's content; a refusal is a :class:`HeaderError`, never another exception.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -93,30 +93,40 @@ class RawFile:
         except OSError as error:
             raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
         if len(data) != size:
-            raise HeaderError("crash.file", f"it ended after {offset + len(data)} bytes while {offset + size} were expected")
+            raise HeaderError(
+                "crash.file", f"it ended after {offset + len(data)} bytes while {offset + size} were expected"
+            )
         return data
 
-    if hasattr(os, "pread"):
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As :meth:`read_at`, into a buffer of the wanted size."""
+        if _preadv is None:
+            target[:] = self.read_at(offset, len(target))
+            return
+        try:
+            got = _preadv(self._fd, [target], offset)
+        except OSError as error:
+            raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
+        if got != len(target):  # cut short: by a signal, or by the end of the file, which read_at names
+            target[:] = self.read_at(offset, len(target))
 
-        def _read(self, offset: int, size: int) -> bytes:
-            data = os.pread(self._fd, size, offset)
-            while 0 < len(data) < size:  # the kernel caps one read at 2 GiB, and a signal may cut it short
-                more = os.pread(self._fd, size - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
-            return data
-    else:  # Windows
+    def _read(self, offset: int, size: int) -> bytes:
+        data = _pread(self._fd, size, offset)
+        while 0 < len(data) < size:  # the kernel caps one read at 2 GiB, and a signal may cut it short
+            more = _pread(self._fd, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
 
-        def _read(self, offset: int, size: int) -> bytes:
-            os.lseek(self._fd, offset, os.SEEK_SET)
-            data = os.read(self._fd, size)
-            while 0 < len(data) < size:
-                more = os.read(self._fd, size - len(data))
-                if not more:
-                    break
-                data += more
-            return data
+
+def _seek_and_read(fd: int, size: int, offset: int) -> bytes:
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, size)
+
+
+_pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # Windows has no positioned read
+_preadv: Callable[[int, list[memoryview], int], int] | None = getattr(os, "preadv", None)
 
 
 @contextmanager
@@ -166,10 +176,13 @@ def _read(raw: RawFile) -> Header:
     start = 8 + length
     if start > size or length > FORMAT_MAX_HEADER:
         _damaged(
-            f"it claims a header of {length} bytes in a file of {size} bytes: it is no safetensors file, or a download was cut short"
+            f"it claims a header of {length} bytes in a file of {size} bytes: it is no safetensors file, or a "
+            f"download was cut short"
         )
     if length > MAX_HEADER:
-        raise HeaderError("extra.file.header_size", f"a header of {length} bytes", expected=f"at most {MAX_HEADER} bytes")
+        raise HeaderError(
+            "extra.file.header_size", f"a header of {length} bytes", expected=f"at most {MAX_HEADER} bytes"
+        )
     text = raw.read_at(8, length)
     if text.count(b"{") + text.count(b"[") > MAX_CONTAINERS or text.count(b",") > MAX_COMMAS:
         raise HeaderError(
@@ -210,11 +223,11 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _no_lone_surrogates(document: dict[str, Any]) -> None:
     """JSON escapes can spell half a surrogate pair, which is no text: such a name could not be printed or stored."""
-    for name in document:
-        try:
+    try:
+        for name in document:
             name.encode("utf-8")
-        except UnicodeEncodeError:
-            _damaged("a tensor name is not valid text")
+    except UnicodeEncodeError:
+        _damaged("a tensor name is not valid text")
 
 
 def _duplicates(text: bytes) -> tuple[str, ...]:
@@ -247,7 +260,6 @@ def _tensors(document: dict[str, Any], data_start: int, size: int, path: str) ->
     area = size - data_start
     bits_of = BITS
     tensors: dict[str, TensorInfo] = {}
-    ranges: list[tuple[int, int, str]] = []
     in_order = True
     previous = 0
     for name, entry in document.items():
@@ -257,7 +269,8 @@ def _tensors(document: dict[str, Any], data_start: int, size: int, path: str) ->
             begin, end = entry["data_offsets"]
         except (TypeError, KeyError, ValueError, IndexError):
             _damaged("its entry is incomplete (dtype, shape and data_offsets are needed)", name)
-        if type(dtype) is not str or dtype not in bits_of:
+        bits = bits_of.get(dtype) if type(dtype) is str else None
+        if bits is None:
             _damaged(f"unknown dtype {dtype[:40]!r}" if type(dtype) is str else "its dtype is no text", name)
         if type(shape) is not list or type(begin) is not int or type(end) is not int or len(shape) > MAX_RANK:
             _damaged("its shape or data_offsets are not lists of whole numbers", name)
@@ -270,26 +283,25 @@ def _tensors(document: dict[str, Any], data_start: int, size: int, path: str) ->
                 _damaged("its shape overflows", name)
         if not 0 <= begin <= end <= area:
             _damaged(
-                f"its data lies at bytes {str(begin)[:24]} to {str(end)[:24]} of a data area of {area} bytes: the file is cut short or damaged",
+                f"its data lies at bytes {str(begin)[:24]} to {str(end)[:24]} of a data area of {area} bytes: the "
+                f"file is cut short or damaged",
                 name,
             )
-        bits = elements * bits_of[dtype]
+        bits *= elements
         if bits & 7 or bits >> 3 != end - begin:
             _damaged(f"{dtype} {shape} needs {bits / 8:g} bytes, but its data has {end - begin}"[:300], name)
         if begin != previous:
             in_order = False
         previous = end
-        ranges.append((begin, end, name))
         tensors[name] = TensorInfo(name, dtype, tuple(shape), data_start + begin, data_start + end, path)
     if not in_order:
-        ranges.sort()
         previous = 0
-        for begin, end, name in ranges:
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+            begin = tensor.start - data_start
             if begin != previous:
-                _damaged(
-                    f"its data {'overlaps another tensor' if begin < previous else 'leaves a gap'} at byte {min(begin, previous)}", name
-                )
-            previous = end
+                what = "overlaps another tensor" if begin < previous else "leaves a gap"
+                _damaged(f"its data {what} at byte {min(begin, previous)}", tensor.name)
+            previous = tensor.stop - data_start
     if previous != area:
         _damaged(f"{area - previous} bytes follow the last tensor: the file is damaged or was written by a broken tool")
     return tensors

@@ -1,15 +1,16 @@
-"""One declared layer while it is being checked: its declaration, its tensors, and the words for what is wrong with it."""
+"""One declared layer while it is being checked: its declaration, its tensors, and the words for what is wrong with
+it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from .dtypes import WIDE_FLOATS
 from .findings import Findings
 from .header import TensorInfo
-from .report import DeclaredBy
 from .words import dims, show
 
 NESTED_KEYS = ("convrot", "convrot_groupsize", "group_size", "linear_dtype")
@@ -30,12 +31,12 @@ SCALE_SUFFIXES = (
 """Tensor suffixes that mean nothing unless a declaration uses them."""
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """A float tensor whose values the check looks at.
 
-    ``signed`` tensors (codebook, pre_quant_scale, correction) may hold zero and negative values. ``reach`` times the largest value is
-    the largest weight that it can make (0: not a weight scale). ``exactly_one`` is Quanto's rule for auxiliary scales.
+    ``signed`` tensors (codebook, pre_quant_scale) may hold zero and negative values. ``reach`` times the largest value
+    is the largest weight that it can make (0: not a weight scale). ``exactly_one`` is Quanto's rule for auxiliary
+    scales.
     """
 
     layer: str
@@ -55,47 +56,63 @@ class Understood:
     tensors: dict[str, str]
 
 
-@dataclass
 class Layer:
-    """A declared layer under check. ``aliases`` maps canonical suffixes to a dialect's spelling."""
+    """A declared layer under check.
 
-    prefix: str
-    conf: Mapping[str, Any]
-    by: DeclaredBy
-    table: Mapping[str, TensorInfo]
-    findings: Findings
-    compatible: bool
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    sound: bool = True
+    ``parts`` are its tensors by suffix as in the file; ``aliases`` map a canonical suffix to a dialect's spelling.
+    ``used`` collects the suffixes that the format knows, ``reads`` the tensors whose values matter, ``notes`` what the
+    user may want to know.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        conf: Mapping[str, Any],
+        parts: Mapping[str, TensorInfo],
+        findings: Findings,
+        compatible: bool,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.prefix = prefix
+        self.conf = conf
+        self.parts = parts
+        self.findings = findings
+        self.compatible = compatible
+        self.aliases = aliases or {}
+        self.notes: list[str] = []
+        self.reads: list[Read] = []
+        self.used: set[str] = set()
+        self.sound = True
+        self.silent = True
+        """Whether nothing at all was said about this layer."""
 
     def tensor(self, suffix: str) -> TensorInfo | None:
         """The layer's tensor with this canonical suffix; it counts as used by the declaration."""
         suffix = self.aliases.get(suffix, suffix)
         self.used.add(suffix)
-        return self.table.get(f"{self.prefix}.{suffix}")
+        return self.parts.get(suffix)
 
     def need(self, suffix: str) -> TensorInfo:
         """As :meth:`tensor`, for one whose presence was checked."""
-        return self.table[f"{self.prefix}.{self.aliases.get(suffix, suffix)}"]
+        return self.parts[self.aliases.get(suffix, suffix)]
 
     def fault(self, rule: str, **words: Any) -> None:
         """Record an error of this layer."""
-        self.sound = False
+        self.sound = self.silent = False
         self.findings.add(rule, layer=self.prefix, **words)
 
     def remark(self, rule: str, **words: Any) -> None:
         """Record a warning or notice of this layer."""
+        self.silent = False
         self.findings.add(rule, layer=self.prefix, **words)
 
     def dialect(self, found: str, variant: str) -> None:
         """Record what compatible understood."""
         self.notes.append(found)
-        self.findings.add("extra.dialect", layer=self.prefix, found=found, variant=variant)
+        self.remark("extra.dialect", found=found, variant=variant)
 
     def read(self, suffix: str, tensor: TensorInfo, *, signed: bool = False, reach: float = 0.0) -> None:
+        """Ask for the tensor's values to be looked at."""
         self.reads.append(Read(self.prefix, tensor, suffix, signed, reach))
 
     # -- settings ----------------------------------------------------------------------------------------------------
@@ -130,7 +147,9 @@ class Layer:
             )
 
     def whole_number(self, key: str, default: int) -> int | None:
-        """An integer setting, or None (with a fault) when its kind is wrong but the reference's ``int()`` would have let it pass."""
+        """An integer setting, or None (with a fault) when its kind is wrong but the reference's ``int()`` would have
+        let it pass.
+        """
         value = self.setting(key, default)
         number = plain_int(value, lenient=self.compatible)
         if number is None:
@@ -162,7 +181,11 @@ class Layer:
     def no_rotation(self, format_name: str) -> None:
         """Formats without rotation must not claim one."""
         if self.setting("convrot"):
-            self.fault("extra.convrot.unsupported", found=show(self.setting("convrot")), expected=f"{format_name} weights are never rotated")
+            self.fault(
+                "extra.convrot.unsupported",
+                found=show(self.setting("convrot")),
+                expected=f"{format_name} weights are never rotated",
+            )
 
 
 def same(a: Any, b: Any) -> bool:

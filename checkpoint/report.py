@@ -23,8 +23,8 @@ class LayerSpec:
     ``convrot``, ``convrot_groupsize``, ``group_size``, ``linear_dtype``, ``full_precision_matrix_mult``,
     ``activation_scheme``, ``is_rowwise``, ``is_tensorwise_scalar``, ``has_codebook``, ``has_correction``,
     ``has_pre_quant_scale``, ``has_input_scale``.
-    ``tensors`` maps a canonical suffix (``"weight"``, ``"weight_scale"``, ...) to the tensor's name in the file, so that
-    a dialect's spelling (``scale_weight``, ``weight._data``) is known in one place only.
+    ``tensors`` maps a canonical suffix (``"weight"``, ``"weight_scale"``, ...) to the tensor's name in the file, so
+    that a dialect's spelling (``scale_weight``, ``weight._data``) is known in one place only.
     """
 
     name: str
@@ -37,12 +37,12 @@ class LayerSpec:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def N(self) -> int:
+    def N(self) -> int:  # noqa: N802 - the field's own name
         """Output features."""
         return self.shape[0]
 
     @property
-    def K(self) -> int:
+    def K(self) -> int:  # noqa: N802 - the field's own name
         """Input features."""
         return self.shape[1]
 

@@ -2,48 +2,81 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Set
 
 from .findings import Findings
-from .report import Report, Verdict
-from .words import clean, listing
+from .report import Group, Report, Verdict
+from .words import clean, cut, listing
+
+ACCEPTED_BY_COMPATIBLE = "extra.rules.compatible"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def summarise(findings: Findings, formats: Mapping[str, int], suspects: Set[str]) -> tuple[Verdict, str]:
     """The verdict and its one line, for example ``Refused: 3 faults in 2 of 10 layers (markers unreadable)``."""
     if findings.refused:
-        faults = findings.error_count
-        words = listing(findings.titles(), limit=3)
-        line = f"Refused: {faults} {'fault' if faults == 1 else 'faults'}"
+        titles = findings.titles()
+        words = "; ".join(titles[:3]) + (f"; {len(titles) - 3} more kinds" if len(titles) > 3 else "")
+        line = f"Refused: {plural(findings.error_count, 'fault')}"
         if findings.faulty_layers:
-            total = len(suspects | findings.faulty_layers)
-            line += f" in {len(findings.faulty_layers)} of {total} {'layer' if total == 1 else 'layers'}"
+            line += f" in {len(findings.faulty_layers)} of {plural(len(suspects | findings.faulty_layers), 'layer')}"
         return "refused", f"{line} ({words})"
     if not formats:
-        return "unquantized", "Not quantised: nothing to check"
-    total = sum(formats.values())
+        return "unquantized", "Not quantised: loaded as the stock loader does"
     kinds = ", ".join(f"{count} {name}" for name, count in formats.items())
-    return "ok", f"OK: {total} quantised {'layer' if total == 1 else 'layers'} ({kinds})"
+    return "ok", f"OK: {plural(sum(formats.values()), 'quantised layer')} ({kinds})"
+
+
+def _group_text(group: Group) -> str:
+    """A group's message; for several layers the first names and the number of the others."""
+    if group.count == 1 or not group.layers:
+        return group.message
+    message = group.message.removesuffix(f" The same in {group.count - 1} more.")
+    others = group.count - 1
+    also = list(group.layers[1:2])
+    if not also:
+        return group.message
+    rest = others - len(also)
+    return f"{message} Also {listing(also)}" + (f" and {rest} more." if rest else ".")
 
 
 def verdict_text(report: Report, max_lines: int = 6, width: int = 100) -> str:
-    """The verdict for a small box: verdict on line 1, then the faults by kind with the first layers' names, then the fix."""
-    lines = [clean(report.summary, width)]
-    notices = [group for group in report.groups if group.rule == "extra.rules.compatible"]
-    if notices:
-        lines.append(clean(notices[0].message, width))
+    """The verdict for a small box: the verdict on line 1, then the faults by kind with the first layers' names, then
+    the fix.
+
+    At most ``max_lines`` lines of about ``width`` characters. A refusal that the compatible rules would lift says so on
+    line 2.
+    """
+    head = [cut(report.summary, width)]
+    accepted = [group for group in report.groups if group.rule == ACCEPTED_BY_COMPATIBLE]
+    head.extend(cut(group.message, width) for group in accepted)
     worst = "error" if report.verdict == "refused" else "warning"
     groups = [group for group in report.groups if group.severity == worst]
-    fixes = list(dict.fromkeys(group.fix for group in groups if group.fix))
-    room = max_lines - len(lines) - (1 if fixes else 0)
-    for position, group in enumerate(groups[: max(room, 0)]):
-        rest = len(groups) - position
-        if position == room - 1 and rest > 1:
-            lines.append(clean(f"… and {rest} more kinds of faults: {listing([g.rule for g in groups[position:]])}", width))
+    if not groups:
+        return "\n".join(head[:max_lines])
+    fix = f"Fix: {(accepted or groups)[0].fix}"
+    room = max_lines - len(head)
+    tail = textwrap.wrap(fix, width) if room > 3 else [cut(fix, width)]
+    if len(tail) > 2:
+        tail = [tail[0], cut(" ".join(tail[1:]), width)]
+    body: list[str] = []
+    room = max(room - len(tail), 1)
+    for position, group in enumerate(groups):
+        left, waiting = room - len(body), len(groups) - position - 1
+        if left <= 0:
             break
-        where = f" [{listing(list(group.layers), limit=2)}{f' and {group.count - 2} more' if group.count > 2 else ''}]" if group.count > 1 and group.layers else ""
-        message = group.message.split(" The same in ")[0]
-        lines.append(clean(message, max(width - len(where), 40)) + where)
-    if fixes:
-        lines.append(clean(f"Fix: {fixes[0]}", width * 2))
-    return "\n".join(lines[:max_lines])
+        text = clean(_group_text(group), 6 * width)
+        if left == 1 and waiting:
+            more = f" (and {plural(waiting, 'more kind')})"
+            body.append(cut(text, width - len(more)) + more)
+            break
+        lines = textwrap.wrap(text, width)
+        allowed = max(left - waiting, 1)
+        body.extend(
+            lines if len(lines) <= allowed else [*lines[: allowed - 1], cut(" ".join(lines[allowed - 1 :]), width)]
+        )
+    return "\n".join([*head, *body, *tail][:max_lines])

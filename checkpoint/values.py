@@ -1,77 +1,122 @@
-"""The float scales of at most N or K entries a layer, read and judged: non-finite, zero or negative, implausible."""
+"""The float scales of at most N or K entries a layer, read and judged: non-finite, zero or negative, implausible.
+
+Tensors are read in batches into one small buffer and a whole batch is judged by its extremes; only a batch with
+something wrong in it is taken apart tensor by tensor.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import groupby
 
 import numpy as np
 
 from .dtypes import BITS, decode, is_float
 from .files import Checkpoint
 from .findings import Findings
-from .header import HeaderError, RawFile, open_raw
+from .header import HeaderError, RawFile, Stamp, open_raw
 from .layer import Read
 from .words import clean
 
 IMPLAUSIBLE = 1000.0
 """No known network has a weight of this magnitude."""
 MAX_VALUES_BYTES = 256 << 20
-CHUNK = 8 << 20
+CHUNK = 1 << 20
 
 
 def check_values(reads: Iterable[Read], checkpoint: Checkpoint, findings: Findings) -> None:
     """Read every tensor of ``reads`` once, file by file in file order."""
-    by_path: dict[str, list[Read]] = {}
+    groups: dict[tuple[str, str, bool, bool], list[Read]] = {}
     total = 0
     for read in reads:
-        by_path.setdefault(read.tensor.path, []).append(read)
-        total += read.tensor.nbytes
+        _, dtype, _, start, stop, path = read.tensor
+        if stop > start and is_float(dtype):
+            total += stop - start
+            key = (path, dtype, read.signed, read.exactly_one)
+            if key in groups:
+                groups[key].append(read)
+            else:
+                groups[key] = [read]
     if total > MAX_VALUES_BYTES:
         findings.add("extra.scale.count", found=f"{total >> 20} MiB", expected=f"{MAX_VALUES_BYTES >> 20} MiB")
         return
     stamps = {header.path: header.stamp for header in checkpoint.headers}
-    for path, wanted in by_path.items():
-        wanted.sort(key=lambda read: read.tensor.start)
-        try:
-            with open_raw(path) as raw:
-                if raw.stamp != stamps[path]:
-                    raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
-                for read in wanted:
-                    _judge(raw, read, findings)
-        except HeaderError as error:
-            rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
-            findings.add(rule, file=clean(os.path.basename(path)), found=error.detail)
+    buffer = memoryview(bytearray(min(CHUNK, total)))
+    for path, keys in groupby(sorted(groups), key=lambda key: key[0]):
+        _judge_file(path, stamps[path], [groups[key] for key in keys], buffer, findings)
 
 
-def _judge(raw: RawFile, read: Read, findings: Findings) -> None:
+def _judge_file(path: str, stamp: Stamp, batches: list[list[Read]], buffer: memoryview, findings: Findings) -> None:
+    try:
+        with open_raw(path) as raw:
+            if raw.stamp != stamp:
+                raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+            for batch in batches:
+                _judge_batch(raw, batch, buffer, findings)
+    except HeaderError as error:
+        rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
+        findings.add(rule, file=clean(os.path.basename(path)), found=error.detail)
+
+
+def _judge_batch(raw: RawFile, batch: list[Read], buffer: memoryview, findings: Findings) -> None:
+    """Judge tensors of one dtype and kind. What fits the buffer together is read together."""
+    pending: list[Read] = []
+    filled = 0
+    room = len(buffer)
+    for read in batch:
+        _, _, _, start, stop, _ = read.tensor
+        size = stop - start
+        if filled + size > room and pending:
+            _judge_together(raw, pending, buffer[:filled], findings)
+            pending, filled = [], 0
+        if size > room:
+            _judge_alone(raw, read, findings)
+            continue
+        raw.read_into(start, buffer[filled : filled + size])
+        filled += size
+        pending.append(read)
+    if pending:
+        _judge_together(raw, pending, buffer[:filled], findings)
+
+
+def _judge_together(raw: RawFile, reads: list[Read], data: memoryview, findings: Findings) -> None:
+    values = decode(reads[0].tensor.dtype, data)
+    low, high = float(values.min()), float(values.max())  # NaN if any value is
+    if high < np.inf and low > (-np.inf if reads[0].signed else 0.0):
+        if reads[0].exactly_one:
+            if low == high == 1.0:
+                return
+        elif high * max([read.reach for read in reads]) <= IMPLAUSIBLE:
+            return
+    for read in reads:
+        _judge_alone(raw, read, findings)
+
+
+def _judge_alone(raw: RawFile, read: Read, findings: Findings) -> None:
     tensor = read.tensor
-    if tensor.nbytes == 0 or not is_float(tensor.dtype):
-        return
     low, high = np.inf, -np.inf
-    step = CHUNK
-    for start in range(tensor.start, tensor.stop, step):
-        values = decode(tensor.dtype, raw.read_at(start, min(step, tensor.stop - start)))
-        low, high = min(low, float(values.min())), max(high, float(values.max()))
-        if not (np.isfinite(low) and np.isfinite(high)) or np.isnan(values).any():
+    for start in range(tensor.start, tensor.stop, CHUNK):
+        values = decode(tensor.dtype, raw.read_at(start, min(CHUNK, tensor.stop - start)))
+        smallest, largest = float(values.min()), float(values.max())
+        if not (np.isfinite(smallest) and np.isfinite(largest)):
             low = np.nan
             break
-    if np.isfinite(low) and np.isfinite(high):
-        if read.exactly_one:
-            if low != 1.0 or high != 1.0:
-                findings.add("extra.quanto.aux_not_one", layer=read.layer, tensor=read.suffix, expected="1", found=f"{low:g}")
-            return
-        if read.signed or low > 0.0:
-            _plausible(read, high, findings)
-            return
-    _name_rows(raw, read, findings)
-
-
-def _plausible(read: Read, high: float, findings: Findings) -> None:
-    reach = read.reach * high
-    if reach > IMPLAUSIBLE and high != 1.0:
+        low, high = min(low, smallest), max(high, largest)
+    if np.isnan(low) or not (read.signed or read.exactly_one or low > 0.0):
+        _name_rows(raw, read, findings)
+    elif read.exactly_one:
+        if not low == high == 1.0:
+            findings.add(
+                "extra.quanto.aux_not_one", layer=read.layer, tensor=read.suffix, expected="1", found=f"{low:g}"
+            )
+    elif read.reach * high > IMPLAUSIBLE and high != 1.0:  # a scale of exactly 1 says nothing: plain storage
         findings.add(
-            "extra.scale.implausible", layer=read.layer, tensor=read.suffix, expected=f"{reach:.3g}", found=f"up to {high:.3g}"
+            "extra.scale.implausible",
+            layer=read.layer,
+            tensor=read.suffix,
+            expected=f"{read.reach * high:.3g}",
+            found=f"{high:.3g}" if low == high else f"up to {high:.3g}",
         )
 
 
@@ -90,25 +135,24 @@ def _name_rows(raw: RawFile, read: Read, findings: Findings) -> None:
             where = np.flatnonzero(mask)
             counts[kind] += int(where.size)
             rows[kind].extend(int(i) + seen for i in where[: 4 - len(rows[kind])])
-        seen += values.size
+        seen += int(values.size)
     scalar = tensor.nbytes * 8 == BITS[tensor.dtype]
-    for rule, kinds_of_rule in (("extra.scale.nonfinite", ("nan", "inf")), ("extra.scale.not_positive", ("low",))):
+    for rule, expected, kinds_of_rule in (
+        ("extra.scale.nonfinite", "finite numbers", ("nan", "inf")),
+        ("extra.scale.not_positive", "positive numbers", ("low",)),
+    ):
         parts = [_describe(kind, counts[kind], rows[kind], seen, scalar) for kind in kinds_of_rule if counts[kind]]
         if parts:
-            findings.add(
-                rule,
-                layer=read.layer,
-                tensor=read.suffix,
-                expected="finite numbers" if rule.endswith("nonfinite") else "positive numbers",
-                found=" and ".join(parts),
-            )
+            findings.add(rule, layer=read.layer, tensor=read.suffix, expected=expected, found=" and ".join(parts))
 
 
 def _describe(kind: str, count: int, rows: list[int], total: int, scalar: bool) -> str:
-    word = {"nan": "NaN", "inf": "an infinite value", "low": "a zero or negative value"}[kind]
+    one, many = {
+        "nan": ("NaN", "NaN"),
+        "inf": ("an infinite value", "infinite"),
+        "low": ("a zero or negative value", "zero or negative"),
+    }[kind]
     if scalar:
-        return word
+        return one
     listed = ", ".join(map(str, rows)) + (", …" if count > len(rows) else "")
-    if count == 1:
-        return f"{word} in row {listed}"
-    return f"{count} of {total} values {'NaN' if kind == 'nan' else 'infinite' if kind == 'inf' else 'zero or negative'} (rows {listed})"
+    return f"{one} in row {listed}" if count == 1 else f"{count} of {total} values {many} (rows {listed})"

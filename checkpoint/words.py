@@ -9,11 +9,22 @@ MAX_WORD = 120
 
 
 def clean(text: str, limit: int = MAX_WORD) -> str:
-    """``text`` on one line, printable, at most ``limit`` characters (the middle is cut: both ends of a layer name tell something)."""
+    """``text`` on one line, printable, at most ``limit`` characters (the middle is cut: both ends of a layer name tell
+    something).
+    """
     if len(text) > limit:
         keep = (limit - 1) // 2
         text = f"{text[:keep]}…{text[-keep:]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def cut(text: str, width: int) -> str:
+    """A sentence on one line, its end cut at a word when it is too long."""
+    text = clean(text, 10 * width)
+    if len(text) <= width:
+        return text
+    head = text[: width - 1]
+    return head[: head.rfind(" ")].rstrip(" ,;:(") + "…" if " " in head[width // 2 :] else head + "…"
 
 
 def name_of(layer: str) -> str:
@@ -28,7 +39,11 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):
-        return str(value) if value.bit_length() <= 64 else f"a number of about {value.bit_length() * 30103 // 100000 + 1} digits"
+        return (
+            str(value)
+            if value.bit_length() <= 64
+            else f"a number of about {value.bit_length() * 30103 // 100000 + 1} digits"
+        )
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, list):

@@ -1,9 +1,11 @@
-"""``asym_w4a8_int8``: two unsigned 4-bit codes a byte (low nibble = even column), I8 (N, K/2), expanded on an INT8 grid; rotated.
+"""``asym_w4a8_int8``: two unsigned 4-bit codes a byte (low nibble = even column), I8 (N, K/2), expanded on an INT8
+grid; rotated.
 
-    q8[n, k] = clamp(round(v[code] * weight_s_rel[n, k // G]), -127, 127)      v = weight_codebook, or code - 8 without one
-    W_rot    = q8 * weight_s_channel[n]  (+ weight_correction[k // G, n])
+    q8[n, k] = clamp(round(v[code] * weight_s_rel[n, k // G]), -127, 127)      v = weight_codebook, or code - 8 without
+    one W_rot    = q8 * weight_s_channel[n]  (+ weight_correction[k // G, n])
 
-``weight_s_rel`` F8_E4M3 (N, K/G), ``weight_s_channel`` F32 (N,), ``weight_codebook`` F32 (16,), ``weight_correction`` F32 (K/G, N).
+``weight_s_rel`` F8_E4M3 (N, K/G), ``weight_s_channel`` F32 (N,), ``weight_codebook`` F32 (16,), ``weight_correction``
+F32 (K/G, N).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def check(layer: Layer) -> Understood | None:
     group = _group_size(layer)
     _dtypes(layer, weight, rel, channel)
     if len(weight.shape) != 2:
-        layer.fault("w4a8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+        layer.fault(
+            "w4a8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape)
+        )
         return None
     n, k = weight.shape[0], 2 * weight.shape[1]
     codebook, correction = layer.tensor("weight_codebook"), layer.tensor("weight_correction")
@@ -85,7 +89,9 @@ def _dtypes(layer: Layer, weight: TensorInfo, rel: TensorInfo, channel: TensorIn
                 expected="I8 and F8_E4M3",
                 found=weight.dtype,
                 scale=rel.dtype,
-                remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible." if as_bytes else REEXPORT,
+                remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible."
+                if as_bytes
+                else REEXPORT,
                 repairable=as_bytes,
             )
     if channel.dtype != "F32":
@@ -97,7 +103,9 @@ def _dtypes(layer: Layer, weight: TensorInfo, rel: TensorInfo, channel: TensorIn
                 tensor=channel.name,
                 expected="F32",
                 found=channel.dtype,
-                remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible." if narrow(channel) else REEXPORT,
+                remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible."
+                if narrow(channel)
+                else REEXPORT,
                 repairable=narrow(channel),
             )
 

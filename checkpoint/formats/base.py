@@ -12,9 +12,9 @@ from ..layer import Layer, Understood
 class Format:
     """A quantisation format of one layer.
 
-    ``required`` and ``optional`` are canonical tensor suffixes; a missing required one is a fault before ``check`` runs.
-    ``reference`` tells whether the reference inspector checks this format (its rule ids carry no ``extra.`` then).
-    ``check`` returns what it understood, or None after recording at least one error.
+    ``required`` and ``optional`` are canonical tensor suffixes; a missing required one is a fault before ``check``
+    runs. ``reference`` tells whether the reference inspector checks this format (its rule ids carry no ``extra.``
+    then). ``check`` returns what it understood, or None after recording at least one error.
     """
 
     name: str

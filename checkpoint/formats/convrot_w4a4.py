@@ -1,6 +1,7 @@
-"""``convrot_w4a4``: two signed 4-bit codes a byte (low nibble = even column), I8 (N, K/2); one F32 scale per output row (N,); rotated.
+"""``convrot_w4a4``: two signed 4-bit codes a byte (low nibble = even column), I8 (N, K/2); one F32 scale per output row
+(N,); rotated.
 
-    W_rot[n, k] = code[n, k] * weight_scale[n]
+W_rot[n, k] = code[n, k] * weight_scale[n]
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def check(layer: Layer) -> Understood | None:
                 expected="I8 and F32",
                 found=weight.dtype,
                 scale=scale.dtype,
-                remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible." if lossless else REEXPORT,
+                remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible."
+                if lossless
+                else REEXPORT,
                 repairable=lossless,
             )
     shapes_fit = len(weight.shape) == 2 and scale.shape == (weight.shape[0],)
@@ -44,7 +47,9 @@ def check(layer: Layer) -> Understood | None:
                 found=dims(weight.shape),
                 scale=dims(scale.shape),
                 look=look(weight.shape) if len(weight.shape) != 2 else "",
-                remedy=f"{REPAIR}: a scale of shape (out, 1) reshapes losslessly." if reshapes else "Export the layer again.",
+                remedy=f"{REPAIR}: a scale of shape (out, 1) reshapes losslessly."
+                if reshapes
+                else "Export the layer again.",
                 repairable=reshapes,
             )
     size = _group_size(layer)

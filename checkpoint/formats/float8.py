@@ -1,6 +1,6 @@
 """``float8_e4m3fn`` and ``float8_e5m2``: 8-bit float codes (N, K) and one scale for the layer.
 
-    W[n, k] = f8(weight[n, k]) * weight_scale          activations: static with input_scale, dynamic without
+W[n, k] = f8(weight[n, k]) * weight_scale          activations: static with input_scale, dynamic without
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ def _check(layer: Layer, name: str) -> Understood | None:
     if weight.dtype != _DTYPE[name]:
         layer.fault("extra.fp8.dtype", tensor=weight.name, expected=_DTYPE[name], found=weight.dtype)
     if len(weight.shape) != 2:
-        layer.fault("extra.fp8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+        layer.fault(
+            "extra.fp8.rank",
+            tensor=weight.name,
+            expected="2 dimensions",
+            found=dims(weight.shape),
+            look=look(weight.shape),
+        )
     _scale(layer, "weight_scale", scale)
     given = layer.tensor("input_scale")
     if given is not None:

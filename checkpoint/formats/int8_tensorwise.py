@@ -1,6 +1,7 @@
-"""``int8_tensorwise``: I8 codes (N, K), one F32 scale for the layer () or per output row (N, 1), optionally ConvRot-rotated.
+"""``int8_tensorwise``: I8 codes (N, K), one F32 scale for the layer () or per output row (N, 1), optionally
+ConvRot-rotated.
 
-    y[m, n] = (sum_k q8(x_rot)[m, k] * weight[n, k]) * scale_x[m] * weight_scale[n]        (x_rot = x without convrot)
+y[m, n] = (sum_k q8(x_rot)[m, k] * weight[n, k]) * scale_x[m] * weight_scale[n]        (x_rot = x without convrot)
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
     """True for a row scale, False for one scale; None after a fault."""
     if weight.dtype == "I8" and scale.dtype == "F32" and scale.shape == ():
         if len(weight.shape) != 2:
-            layer.fault("int8.scalar.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+            layer.fault(
+                "int8.scalar.rank",
+                tensor=weight.name,
+                expected="2 dimensions",
+                found=dims(weight.shape),
+                look=look(weight.shape),
+            )
             return None
         return False
     lossless = weight.dtype == "I8" and narrow(scale)
@@ -50,7 +57,8 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
                 scale=scale.dtype,
                 remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible."
                 if lossless
-                else "The layer is not quantised: drop its marker, or quantise it; markers may have been written to the wrong layers.",
+                else "The layer is not quantised: drop its marker, or quantise it; markers may have been written to "
+                "the wrong layers.",
                 repairable=lossless,
                 variant=f"{weight.dtype}/{scale.dtype}",
             )
@@ -64,7 +72,9 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
     rows = len(weight.shape) == 2 and scale.shape == (weight.shape[0],)
     if layer.compatible and (one or rows):
         layer.dialect(
-            f"scale of shape {dims(scale.shape)} read as {'one scale for the layer' if one else 'one scale per output row'}", "scale shape"
+            f"scale of shape {dims(scale.shape)} read as "
+            f"{'one scale for the layer' if one else 'one scale per output row'}",
+            "scale shape",
         )
         return rows and not one
     reshapes = one or rows
@@ -107,5 +117,3 @@ def _rotation(layer: Layer, weight: TensorInfo) -> dict[str, Any]:
 
 
 FORMAT = Format("int8_tensorwise", ("weight", "weight_scale"), ("bias",), check)
-
-

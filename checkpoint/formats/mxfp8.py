@@ -27,7 +27,13 @@ def check(layer: Layer) -> Understood | None:
             found=f"{weight.dtype} and {scale.dtype}",
         )
     if len(weight.shape) != 2:
-        layer.fault("extra.mxfp8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+        layer.fault(
+            "extra.mxfp8.rank",
+            tensor=weight.name,
+            expected="2 dimensions",
+            found=dims(weight.shape),
+            look=look(weight.shape),
+        )
         return None
     n, k = weight.shape
     exact, tiled = (n, k // BLOCK), (padded(n, 128), padded(k // BLOCK, 4))
@@ -62,11 +68,16 @@ def global_layout_fault(weight: TensorInfo, scale: TensorInfo | None) -> str | N
 
 
 def is_padded_layout(weight: TensorInfo, scale: TensorInfo | None) -> bool:
-    """Whether a layer that ``mxfp8.layout`` refuses is the form that comfy-kitchen writes: padded tiles, or F8_E8M0 labels."""
+    """Whether a layer that ``mxfp8.layout`` refuses is the form that comfy-kitchen writes: padded tiles, or F8_E8M0
+    labels.
+    """
     if scale is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or weight.shape[1] % BLOCK:
         return False
     n, k = weight.shape
-    return scale.dtype in ("U8", "F8_E8M0") and scale.shape in ((n, k // BLOCK), (padded(n, 128), padded(k // BLOCK, 4)))
+    return scale.dtype in ("U8", "F8_E8M0") and scale.shape in (
+        (n, k // BLOCK),
+        (padded(n, 128), padded(k // BLOCK, 4)),
+    )
 
 
 FORMAT = Format("mxfp8", ("weight", "weight_scale"), ("bias",), check, reference=False)

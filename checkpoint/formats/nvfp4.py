@@ -1,4 +1,5 @@
-"""``nvfp4``: two E2M1 codes a byte (HIGH nibble = even column), U8 (N, K/2); an E4M3 scale per 16 inputs; one F32 global scale.
+"""``nvfp4``: two E2M1 codes a byte (HIGH nibble = even column), U8 (N, K/2); an E4M3 scale per 16 inputs; one F32
+global scale.
 
     W[n, k] = e2m1(code[n, k]) * (e4m3(weight_scale[n, k // 16]) * weight_scale_2)
 
@@ -34,12 +35,16 @@ def check(layer: Layer) -> Understood | None:
                 expected="U8 and F8_E4M3",
                 found=weight.dtype,
                 scale=scale.dtype,
-                remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible." if as_bytes else REEXPORT,
+                remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible."
+                if as_bytes
+                else REEXPORT,
                 repairable=as_bytes,
             )
     _global_scale(layer, scale_2)
     if len(weight.shape) != 2:
-        layer.fault("nvfp4.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+        layer.fault(
+            "nvfp4.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape)
+        )
         return None
     n, k = weight.shape[0], 2 * weight.shape[1]
     _block_scales(layer, n, k, scale, weight)
@@ -104,10 +109,13 @@ def _block_scales(layer: Layer, n: int, k: int, scale: TensorInfo, weight: Tenso
         expected=f"(N, K/2) and (N, K/16) = {dims(exact)}" if k % BLOCK == 0 else "K to be a multiple of 16",
         found=dims(weight.shape),
         scale=dims(scale.shape),
-        remedy="Set rules to compatible: the scales are padded as ComfyUI pads them. Other runtimes refuse them." if padding else REEXPORT,
+        remedy="Set rules to compatible: the scales are padded as ComfyUI pads them. Other runtimes refuse them."
+        if padding
+        else REEXPORT,
         variant="padded" if padding else "",
     )
 
 
-FORMAT = Format("nvfp4", ("weight", "weight_scale", "weight_scale_2"), ("pre_quant_scale", "input_scale", "bias"), check)
-
+FORMAT = Format(
+    "nvfp4", ("weight", "weight_scale", "weight_scale_2"), ("pre_quant_scale", "input_scale", "bias"), check
+)

@@ -1,6 +1,6 @@
 """Quanto INT8 (``qint8``): declared by the file's metadata, not by markers.
 
-    W[n, k] = weight._data[n, k] * weight._scale[n, 0]          weight-only; input_scale and output_scale must be 1
+W[n, k] = weight._data[n, k] * weight._scale[n, 0]          weight-only; input_scale and output_scale must be 1
 """
 
 from __future__ import annotations
@@ -43,9 +43,19 @@ def check(
         return [], [], used
     packed = {name[: -len(_DATA)] for name in tensors if name.endswith(_DATA)}
     for prefix in sorted(packed - set(entries)):
-        findings.add("quanto.prefix_mismatch", layer=prefix, expected="an entry in the map", found="has packed tensors but no entry in the map")
+        findings.add(
+            "quanto.prefix_mismatch",
+            layer=prefix,
+            expected="an entry in the map",
+            found="has packed tensors but no entry in the map",
+        )
     for prefix in sorted(set(entries) - packed):
-        findings.add("quanto.prefix_mismatch", layer=prefix, expected="packed tensors", found="is in the map but has no packed weight in the file")
+        findings.add(
+            "quanto.prefix_mismatch",
+            layer=prefix,
+            expected="packed tensors",
+            found="is in the map but has no packed weight in the file",
+        )
     specs: list[LayerSpec] = []
     reads: list[Read] = []
     renamed: dict[str, str] = {}
@@ -82,7 +92,10 @@ def _read_map(metadata: Mapping[str, str], findings: Findings) -> dict[str, dict
         findings.add("quanto.map_base64", found="it is not base64 of UTF-8 text")
         return None
     except ValueError as error:
-        findings.add("quanto.map_base64", found="it holds a number with thousands of digits" if has_big_integer(error) else "it is not JSON")
+        findings.add(
+            "quanto.map_base64",
+            found="it holds a number with thousands of digits" if has_big_integer(error) else "it is not JSON",
+        )
         return None
     if not isinstance(document, dict) or not document:
         findings.add("quanto.map_empty", found=show(document), expected="an object")
@@ -109,12 +122,23 @@ def _layer(
         fault("quanto.activations_type", expected='"none"', found=show(entry.get("activations")))
     missing = [suffix for suffix in _REQUIRED if prefix + suffix not in tensors]
     if missing:
-        fault("quanto.missing_tensors", expected=", ".join(s[1:] for s in _REQUIRED), found=", ".join(s[1:] for s in missing))
+        fault(
+            "quanto.missing_tensors",
+            expected=", ".join(s[1:] for s in _REQUIRED),
+            found=", ".join(s[1:] for s in missing),
+        )
     if f"{prefix}.weight" in tensors:
         fault("quanto.dense_and_packed", tensor=f"{prefix}.weight")
     data, scale = tensors.get(prefix + _DATA), tensors.get(prefix + _SCALE)
     if data is not None and (data.dtype != "I8" or len(data.shape) != 2):
-        fault("quanto.data", tensor=data.name, expected="I8 with 2 dimensions", found=data.dtype, shape=dims(data.shape), look=look(data.shape))
+        fault(
+            "quanto.data",
+            tensor=data.name,
+            expected="I8 with 2 dimensions",
+            found=data.dtype,
+            shape=dims(data.shape),
+            look=look(data.shape),
+        )
         data = None
     if data is not None and 0 in data.shape:
         fault("extra.shape.empty", tensor=data.name, expected="at least (1, 1)", found=dims(data.shape))

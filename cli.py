@@ -1,0 +1,220 @@
+"""The ``quant-loader`` command. Every subcommand is a pair of functions in ``COMMANDS``: one adds its arguments, one
+runs it.
+
+Exit codes: 0 ok or not quantised, 1 refused, 2 the request itself is wrong (no such file, not a checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .checkpoint import Report, check
+
+OK, REFUSED, BAD_REQUEST = 0, 1, 2
+
+_WRONG_REQUEST = ("extra.file.not_found", "extra.file.special", "extra.file.not_checkpoint", "extra.file.unreadable")
+
+
+class Command(NamedTuple):
+    """A subcommand: its one-line help, what adds its arguments, what runs it."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Never a traceback for anything a file contains."""
+    parser = argparse.ArgumentParser(prog="quant-loader", description="Check quantised diffusion checkpoints.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=command.help, description=command.help)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after a bad argument
+        return stop.code if isinstance(stop.code, int) else BAD_REQUEST
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe left; Python would complain at exit otherwise
+        return OK
+    except KeyboardInterrupt:
+        return 130
+
+
+# -- check -----------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a .safetensors file, any shard of a model, its .index.json, or - for a list on standard input",
+    )
+    parser.add_argument(
+        "--rules", choices=("strict", "compatible"), default="strict", help="which rule set decides (default: strict)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON (one object per file)")
+    parser.add_argument(
+        "--one", action="store_true", help="the files are parts of one checkpoint, not checkpoints of their own"
+    )
+    if _has_deep_check():
+        parser.add_argument(
+            "--deep", action="store_true", help="also read block scales and samples of the weights (slow)"
+        )
+
+
+def _has_deep_check() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(f"{__package__}.checkpoint.deep") is not None
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    requests = list(_requests(arguments))
+    if not requests:
+        print("quant-loader check: no files given", file=sys.stderr)
+        return BAD_REQUEST
+    worst = OK
+    reports: list[Report] = []
+    for number, paths in enumerate(requests, start=1):
+        if len(requests) > 1 and not arguments.json and sys.stderr.isatty():
+            print(
+                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(paths[0])}", end="", file=sys.stderr, flush=True
+            )
+        report = check(paths, rules=arguments.rules, deep=getattr(arguments, "deep", False))
+        if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        worst = max(worst, exit_code(report))
+        if arguments.json:
+            reports.append(report)
+        else:
+            print(_table(report, paths))
+            if number < len(requests):
+                print()
+    if arguments.json:
+        documents = [report.to_dict() for report in reports]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+    return worst
+
+
+def _requests(arguments: argparse.Namespace) -> Iterator[list[str]]:
+    """One list of paths per checkpoint. Shards of one set given together are one checkpoint."""
+    paths: list[str] = []
+    for given in arguments.files:
+        if given == "-":
+            paths.extend(line for line in (raw.rstrip("\r\n") for raw in sys.stdin) if line.strip())
+        else:
+            paths.append(given)
+    if arguments.one:
+        if paths:
+            yield paths
+        return
+    sets: dict[str, list[str]] = {}
+    for path in paths:
+        stem, dash, rest = path.rpartition("-of-")
+        key = f"{stem.rpartition('-')[0]}-of-{rest}" if dash and rest[:5].isdigit() else path
+        sets.setdefault(key, []).append(path)
+    yield from sets.values()
+
+
+def exit_code(report: Report) -> int:
+    """The design's exit code of one report."""
+    if report.verdict != "refused":
+        return OK
+    if all(fault.rule in _WRONG_REQUEST for fault in report.errors):
+        return BAD_REQUEST
+    return REFUSED
+
+
+def _table(report: Report, paths: list[str]) -> str:
+    """A readable table: the verdict, the formats, every group of faults with its fix."""
+    width = max(min(shutil.get_terminal_size((100, 24)).columns, 120), 60)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    mark = {"ok": "32", "unquantized": "33", "refused": "31"}[report.verdict]
+    title = _printable(", ".join(os.path.basename(path) for path in paths))
+    lines = [title, f"\033[{mark}m{report.summary}\033[0m" if colour else report.summary]
+    rows: dict[tuple[str, str], tuple[int, int]] = {}
+    for layer in report.layers:
+        key = (layer.format, _kind(layer.annotations))
+        count, size = rows.get(key, (0, 0))
+        rows[key] = (count + 1, size + layer.bytes)
+    if rows:
+        lines.append(f"  {'format':<16} {'kind':<40} {'layers':>6} {'size':>10}")
+        lines.extend(
+            f"  {name:<16} {kind:<40} {count:>6} {_size(size):>10}" for (name, kind), (count, size) in rows.items()
+        )
+    for group in report.groups:
+        lines.append(f"  {group.severity} {group.rule}" + (f" x{group.count}" if group.count > 1 else ""))
+        lines.extend(textwrap.wrap(group.message, width, initial_indent="    ", subsequent_indent="    "))
+        if group.count > 1 and group.layers:
+            names = ", ".join(_printable(name) for name in group.layers)
+            rest = group.count - len(group.layers)
+            lines.extend(
+                textwrap.wrap(
+                    f"in {names}" + (f" and {rest} more" if rest > 0 else ""),
+                    width,
+                    initial_indent="    ",
+                    subsequent_indent="    ",
+                )
+            )
+        lines.extend(textwrap.wrap(f"-> {group.fix}", width, initial_indent="    ", subsequent_indent="       "))
+    return _printable("\n".join(lines), keep="\n\033")
+
+
+def _kind(annotations: object) -> str:
+    """What tells layers of one format apart, in a few words."""
+    if not isinstance(annotations, dict):
+        return ""
+    words = []
+    if annotations.get("is_rowwise"):
+        words.append("row scales")
+    if annotations.get("is_tensorwise_scalar"):
+        words.append("one scale")
+    if annotations.get("convrot") or "linear_dtype" in annotations or "group_size" in annotations:
+        words.append(f"ConvRot {annotations.get('convrot_groupsize')}")
+    if annotations.get("has_pre_quant_scale"):
+        words.append("pre_quant_scale")
+    if annotations.get("activation_scheme"):
+        words.append(str(annotations["activation_scheme"]))
+    if annotations.get("full_precision_matrix_mult"):
+        words.append("full precision product")
+    return ", ".join(words)
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _printable(text: str, keep: str = "") -> str:
+    """Text that any terminal and encoding can show: names come from hostile files."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    shown = "".join(char if char.isprintable() or char in keep else "?" for char in text)
+    return shown.encode(encoding, "replace").decode(encoding)
+
+
+COMMANDS: dict[str, Command] = {
+    "check": Command("Check files and say what is wrong with them.", _check_arguments, _check),
+}
+"""Subcommands by name; another room adds its own row."""
+
+__all__ = ["BAD_REQUEST", "COMMANDS", "OK", "REFUSED", "Command", "exit_code", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())
