@@ -1,80 +1,18 @@
-"""ComfyUI in this process, on the CPU; small models and the files made of them."""
+"""Small models, the files made of them, and patchers loaded from those files."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quant_loader.demo import models, quantize
-from quant_loader.demo.paths import comfyui_tree
 
-
-def _host() -> None:
-    """Put ComfyUI on the path and pin it to the CPU: both must happen before its first import."""
-    tree = comfyui_tree()
-    if not (tree / "comfy" / "model_patcher.py").is_file():
-        raise pytest.UsageError(
-            f"There is no ComfyUI at {tree}. Run 'make setup', or point COMFYUI_PATH to a checkout: "
-            "these tests load models through ComfyUI's own code."
-        )
-    if str(tree) not in sys.path:
-        sys.path.insert(0, str(tree))
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True
-    comfy.cli_args.args.base_directory = None
-
-
-_host()
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
-
-FORMATS = tuple(quantize.QUANTIZERS)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One denoiser call of a tiny Flux."""
-
-    x: torch.Tensor
-    sigma: torch.Tensor
-    context: torch.Tensor
-    vector: torch.Tensor
-
-
-def flux_inputs(seed: int = 5, batch: int = 1) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    return Inputs(
-        torch.randn(batch, models.LATENT_CHANNELS, 8, 8, generator=generator),
-        torch.full((batch,), 0.6),
-        torch.randn(batch, 77, models.CONTEXT, generator=generator),
-        torch.randn(batch, models.VECTOR, generator=generator),
-    )
-
-
-def denoise(patcher: Any, inputs: Inputs | None = None) -> torch.Tensor:
-    """Load the patcher as a sampler would, and call the model once."""
-    import comfy.model_management
-
-    inputs = inputs or flux_inputs()
-    comfy.model_management.load_models_gpu([patcher])
-    patcher.pre_run()
-    with torch.no_grad():
-        out = patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector)
-    patcher.cleanup()
-    return out
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """``||a - b|| / ||b||`` in float64."""
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm())
+sys.path.insert(0, str(Path(__file__).parent))
+import in_process  # noqa: E402, F401  (prepares ComfyUI before anything imports it)
+from quant_loader.demo import models, quantize  # noqa: E402
 
 
 @pytest.fixture(scope="session")
