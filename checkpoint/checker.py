@@ -56,16 +56,26 @@ def check(paths: Paths, rules: Rules = "strict", rename: Rename = None, deep: bo
     return report
 
 
-def _run(checkpoint: Checkpoint, loading: Findings, rules: Rules, rename: Rename, deep: bool) -> Report:
+def check_checkpoint(checkpoint: Checkpoint, rules: Rules = "strict", *, values: bool = True) -> Report:
+    """As :func:`check`, on headers that a tool has read already: a remote file, or one that is yet to be written.
+
+    ``values=False`` leaves the float scales unread; their dtypes and shapes are checked all the same.
+    """
+    return _run(checkpoint, Findings(), rules, None, False, values=values)
+
+
+def _run(
+    checkpoint: Checkpoint, loading: Findings, rules: Rules, rename: Rename, deep: bool, *, values: bool = True
+) -> Report:
     findings = loading.copy()
-    run = _Check(checkpoint, findings, rules == "compatible", _renamer(rename))
+    run = _Check(checkpoint, findings, rules == "compatible", _renamer(rename), values)
     run.everything()
     if deep and checkpoint.headers:
         from .deep import deep_check
 
         deep_check(checkpoint, run.specs, findings)
     if rules == "strict" and findings.refused and not loading.refused:
-        other = _Check(checkpoint, loading.copy(), True, _renamer(rename))
+        other = _Check(checkpoint, loading.copy(), True, _renamer(rename), values)
         other.everything()
         if not other.findings.refused:
             findings.add("extra.rules.compatible")
@@ -89,8 +99,14 @@ class _Check:
     """One run over one checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, findings: Findings, compatible: bool, rename: Callable[[str], str]
+        self,
+        checkpoint: Checkpoint,
+        findings: Findings,
+        compatible: bool,
+        rename: Callable[[str], str],
+        values: bool,
     ) -> None:
+        self.values = values
         self.checkpoint = checkpoint
         self.tensors = checkpoint.tensors
         self.findings = findings
@@ -122,7 +138,8 @@ class _Check:
             self._orphans({}, None, used)
         else:
             self._comfy(metadata)
-        check_values(self.reads, self.checkpoint, self.findings)
+        if self.values:
+            check_values(self.reads, self.checkpoint, self.findings)
         if not self.findings.refused and not self.findings.has("extra.dialect", "extra.dialect.file"):
             self._other_runtimes()
 

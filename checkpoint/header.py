@@ -161,14 +161,15 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     name = os.fspath(path)
     with open_raw(name) as raw:
-        return _read(raw)
+        return read_open(raw)
 
 
 def _damaged(detail: str, tensor: str | None = None) -> NoReturn:
     raise HeaderError("crash.file", detail, tensor=tensor)
 
 
-def _read(raw: RawFile) -> Header:
+def read_open(raw: RawFile) -> Header:
+    """As :func:`read_header`, from an open source: only its ``path``, ``stamp`` and ``read_at`` are used."""
     size = raw.stamp.size
     if size < 8:
         _damaged("it is empty" if size == 0 else f"it is only {size} bytes long")
