@@ -16,7 +16,7 @@ module                  host functions (every result is freshly allocated unless
 ``int8_gemm``           ``int8_matmul(a, b, scale_a, scale_b, bias=None, *, out_dtype, low_rank=None, up=None,
                         strength=1.0, out=None) -> [M, N]``: a [M, K] and b [N, K] int8; scale_a float32 [M] or [1]; scale_b float32
                         [N] or [1]; bias [N]; low_rank [M, R] and up [N, R] float16 / bfloat16 / float32 of one dtype add
-                        ``strength * low_rank @ up.T``; out_dtype float16 / bfloat16 / float32. ``out`` may be a column slice of a
+                        ``strength * low_rank @ up.T`` (fused for the 16-bit ones); out_dtype float16 / bfloat16 / float32. ``out`` may be a column slice of a
                         wider matrix, which is how a weight decoded in row chunks is multiplied chunk by chunk.
 ``row_quantizer``       ``quantize_rows(x, *, rotation=1, qmax=127) -> (q int8 [M, K], scale float32 [M])``: ConvRot by
                         rotation 16 / 64 / 256 (1: none), then one scale per row; qmax 7 gives the codes of W4A4 activations.
@@ -32,10 +32,10 @@ module                  host functions (every result is freshly allocated unless
 ``block_decode``        ``decode_nvfp4(weight, scale, tensor_scale, *, columns, dtype, rows=None) -> [n, K]``,
                         ``decode_mxfp8(weight, scale, *, columns, dtype, rows=None) -> [n, K]``,
                         ``decode_fp8(weight, scale, *, dtype) -> [N, K]``: 128x4 swizzled scale bytes; dtype float16 / bfloat16 / float32.
-``float_quantizer``     ``quantize_nvfp4(x, tensor_scale) -> (codes uint8 [Mp, Kp/2], scale uint8 swizzled image)`` (Mp, Kp:
-                        rounded up to 16), ``quantize_mxfp8(x) -> (float8_e4m3fn [M, K], scale uint8 swizzled image)``,
-                        ``quantize_fp8(x, scale) -> float8_e4m3fn [M, K]``. Scales are float32 tensors of one element on the device:
-                        the dynamic ones are ``torch.linalg.vector_norm(x, inf) / (448 * 6)`` and ``/ 448``.
+``float_quantizer``     ``quantize_fp8(x, scale) -> float8_e4m3fn [M, K]``, ``quantize_mxfp8(x) -> (float8_e4m3fn [Mp, Kp], scale
+                        uint8 image)``, Mp and Kp rounded up to 32; ``quantize_nvfp4(x, tensor_scale) -> (codes uint8 [Mp, Kp / 2], scale
+                        uint8 image)``, rounded up to 16. An image is the 128x4 order, [ceil128(rows), ceil4(scale columns)]. Scales given are
+                        float32 of one element on the device; the dynamic ones are ``torch.linalg.vector_norm(x, inf) / 448`` and ``/ (448 * 6)``.
 ======================  ====================================================================================================
 
 Scale bytes (e4m3, e8m0) may come as uint8 or as torch's float8 dtypes; they are read as bytes either way. ``x`` is 2-D float16, bfloat16 or

@@ -106,3 +106,27 @@ def swizzled_offset(row: tl.tensor, col: tl.tensor, col_tiles: tl.tensor) -> tl.
     """Where cuBLAS's 128x4 block order keeps scale (row, col); col_tiles = ceil(columns of scales / 4)."""
     tile = (row // 128) * col_tiles + col // 4
     return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + col % 4
+
+
+@triton.jit
+def f32_to_e4m3(x: tl.tensor) -> tl.tensor:
+    """float32 -> float8_e4m3fn codes (uint8), half to even, clamped to +-448; NaN gives 0x7F."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    m = magnitude.to(tl.int32, bitcast=True)
+    normal = ((m + 0x7FFFF + ((m >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    code = tl.where(magnitude < 0.015625, round_to_int(magnitude * 512.0), normal)  # below 2**-6: steps of 2**-9
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def f32_to_e2m1(x: tl.tensor) -> tl.tensor:
+    """float32 -> float4_e2m1 codes (low four bits of an int32), half to even, clamped to +-6; levels 0 .5 1 1.5 2 3 4 6."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    fine = round_to_int(magnitude * 2.0)  # codes 0 to 4, steps of a half
+    middle = round_to_int(magnitude) + 2  # codes 4 to 6, steps of one
+    coarse = round_to_int(magnitude * 0.5) + 4  # codes 6 and 7, steps of two
+    code = tl.where(magnitude < 2.0, fine, tl.where(magnitude < 4.0, middle, coarse))
+    return code | ((bits >> 28) & 0x8)

@@ -9,7 +9,7 @@ import torch
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BYTE_DTYPES = tuple(
     getattr(torch, name)
-    for name in ("uint8", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    for name in ("uint8", "int8", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 )
 
@@ -58,6 +58,36 @@ def check_rotation(rotation: int, K: int) -> None:
         raise ValueError(f"rotation: expected 1, 16, 64 or 256, found {rotation}")
     if K % rotation:
         raise ValueError(f"rotation: expected a divisor of K = {K}, found {rotation}")
+
+
+def row_range(rows: tuple[int, int] | None, weight: torch.Tensor, columns: int, *, codes_per_byte: int) -> tuple[int, int]:
+    """``rows`` or all rows of a stored weight [N, ...] that must hold at least ``columns`` codes a row."""
+    start, stop = (0, weight.shape[0]) if rows is None else rows
+    if not 0 <= start <= stop <= weight.shape[0]:
+        raise ValueError(f"rows: expected a range inside 0 to {weight.shape[0]}, found {start} to {stop}")
+    if columns < 0 or weight.shape[1] * codes_per_byte < columns:
+        raise ValueError(f"columns: expected 0 to {weight.shape[1] * codes_per_byte} (what a row of the weight holds), found {columns}")
+    return start, stop
+
+
+def block_scales(scale: torch.Tensor, rows: int, columns: int, block: int, device: torch.device) -> torch.Tensor:
+    """The bytes of a 128x4-ordered scale image as contiguous uint8, checked to cover rows x ceil(columns / block) scales.
+
+    The order is ceil(rows / 128) * ceil(scale columns / 4) tiles of 512 bytes; a longer image (padded rows) is fine, one of other
+    columns is not and cannot be told apart here, which is why the file check refuses it.
+    """
+    tile_columns = -(-columns // (4 * block))
+    needed = -(-rows // 128) * tile_columns * 512
+    if scale.dtype not in BYTE_DTYPES:
+        raise ValueError(f"scale: expected 8-bit codes, found {scale.dtype}")
+    if scale.device != device:
+        raise ValueError(f"scale: expected a tensor on {device}, found one on {scale.device}")
+    if scale.numel() < needed:
+        raise ValueError(
+            f"scale: expected at least {needed} bytes in the 128x4 order for {rows} rows of {columns} columns, "
+            f"found shape {tuple(scale.shape)}"
+        )
+    return scale.contiguous().view(torch.uint8)
 
 
 def device_arch(device: torch.device) -> tuple[str, int]:
