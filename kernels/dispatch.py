@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .facts import DeviceFacts, device_facts
 from .formats import format_of
-from .formats.int8_rows import Int8Rows, carry, gather
-from .formats.rotation import preferred_group
+from .formats.int8_rows import Int8Rows, gather
 from .planning import Mode, Plan, plan
 from .retire import is_retired
 from .routes import Execution
@@ -148,14 +147,7 @@ def to_int8_rows(spec: Spec, tensors: Mapping[str, Tensor], device: torch.device
     moved = {name: tensor.to(device) for name, tensor in tensors.items()} if device is not None else dict(tensors)
     fmt = format_of(spec)
     with torch.no_grad():
+        found = fmt.carried(spec, moved)
         stored = fmt.decoded(spec, moved)
-        found = fmt.int8_codes(spec, moved)
-        if found is not None:
-            rows, group = found
-        elif stored.group:
-            rows, group = carry(stored.rows, 0), stored.group
-        else:
-            group = preferred_group(stored.columns)
-            rows = carry(stored.rows, group)
         device = next(iter(moved.values())).device
-        return Int8Rows(*gather(min(spec.shape[0], stored.N), stored.columns, rows, device), group)
+        return gather(found._replace(N=min(spec.shape[0], found.N)), stored.columns, device)

@@ -67,13 +67,15 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
     order, note = _order(spec, execution, fmt.int8_is_native)
     passed_over: list[Alternative] = []
     fitting: list[Route] = []
-    for wanted, allow_slow in order:
+    for wanted, any_will_do in order:
         for route in preferred(tuple(r for r in fmt.routes if r.execution == wanted), facts):
             if backend is not None and route.backend != backend:
                 continue
             reason = route.fits(spec, facts)
-            if reason is None and route.slow(facts) and not allow_slow:
+            if reason is None and not any_will_do and route.slow(facts):
                 reason = "it would be slower here than a 16-bit linear."
+            if reason is None and not any_will_do and route.stands_in:
+                reason = "it is less precise than INT8 and no faster here."
             if reason is None:
                 fitting.append(route)
             elif (
@@ -98,7 +100,7 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
         # A kernel that fails always has plain torch behind it, however slow.
         fallbacks = (*fallbacks, "torch")
     slow = chosen.slow(facts)
-    sentences = [chosen.why, note, _mode_note(chosen, execution, passed_over, facts)]
+    sentences = [chosen.why, note, _what_stood_in_the_way(chosen, passed_over, facts)]
     if slow:
         sentences.append("Slower here than a 16-bit linear; the auto or exact execution is faster.")
     return Plan(
@@ -113,7 +115,7 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
 
 
 def _order(spec: Spec, mode: Mode, int8_is_native: bool) -> tuple[tuple[tuple[Execution, bool], ...], str]:
-    """(execution, slow routes allowed) in the order to try, and a note for the reason."""
+    """(execution, whether slow and stand-in routes will do) in the order to try, and a note for the reason."""
     full_precision = bool(spec.get("full_precision_matrix_mult", False))
     if mode == "exact":
         return (("exact", True),), ""
@@ -131,11 +133,18 @@ def _order(spec: Spec, mode: Mode, int8_is_native: bool) -> tuple[tuple[tuple[Ex
     return (("native", True), ("exact", True)), note
 
 
-def _mode_note(chosen: Route, mode: Mode, passed_over: list[Alternative], facts: DeviceFacts) -> str:
-    """Why the first choice was not taken, where one better kernel was within reach."""
-    if mode == "int8" and chosen.execution == "exact":
-        return next((a.reason for a in passed_over if a.execution == "int8"), "")
-    if chosen.backend == "kitchen" or facts.maker not in ("nvidia", "amd"):
+def _what_stood_in_the_way(chosen: Route, passed_over: list[Alternative], facts: DeviceFacts) -> str:
+    """The reason that tells a person most about why nothing better runs: comfy-kitchen's on a graphics card, PyTorch's
+    elsewhere.
+    """
+    if chosen.backend == "kitchen":
         return ""
-    first = next((a.reason for a in passed_over if a.backend == "kitchen" and a.execution != "exact"), "")
+    card = facts.maker in ("nvidia", "amd")
+    if not card and chosen.execution != "exact":
+        return ""
+    told = "kitchen" if card else "torch"
+    reasons = (
+        a.reason for a in passed_over if a.backend == told and a.execution != "exact" and not a.reason.startswith("it ")
+    )
+    first = next(reasons, "")
     return first[:1].upper() + first[1:]

@@ -7,9 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("quant_loader")
 
@@ -80,7 +82,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
-def run(operator: str, backends: str, bodies: Mapping[str, Callable[..., Tensor]], *args: object) -> Tensor:
+def run(operator: str, backends: str, bodies: Mapping[str, Callable[..., Result]], *args: object) -> Result:
     """Call the first of ``backends`` (comma separated, best first) that is not retired; one that raises is retired.
 
     A single backend is what a caller insists on, and the last one has no successor: their errors are raised.
@@ -90,17 +92,17 @@ def run(operator: str, backends: str, bodies: Mapping[str, Callable[..., Tensor]
         if is_retired(operator, name):
             continue
         try:
-            y = bodies[name](*args)
+            result = bodies[name](*args)
         except KERNEL_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             retire(operator, name, error, f"the {successor} one")
             continue
         _count(operator, name)
-        return y
-    y = bodies[names[-1]](*args)
+        return result
+    result = bodies[names[-1]](*args)
     _count(operator, names[-1])
-    return y
+    return result
 
 
 def _count(operator: str, backend: str) -> None:

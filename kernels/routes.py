@@ -49,6 +49,7 @@ class Route:
     why: str
     fits: Fits = _always
     slow: Slow = never_slow
+    stands_in: bool = False
 
 
 def all_of(*questions: Fits) -> Fits:
@@ -101,7 +102,8 @@ def nvidia(minimum: tuple[int, int], what: str) -> Fits:
     return fits
 
 
-def _triton(facts: DeviceFacts) -> str | None:
+def own_triton(_spec: Spec, facts: DeviceFacts) -> str | None:
+    """Our element-wise Triton kernels can run."""
     if facts.own_kernels == "off":
         return "this pack's own kernels are switched off (QUANT_LOADER_KERNELS=0)."
     if facts.maker not in ("nvidia", "amd"):
@@ -115,7 +117,7 @@ def _triton(facts: DeviceFacts) -> str | None:
 
 def triton_matmul(_spec: Spec, facts: DeviceFacts) -> str | None:
     """Our Triton INT8 product can run: a tensor core that Triton reaches."""
-    reason = _triton(facts)
+    reason = own_triton(_spec, facts)
     if reason is not None:
         return reason
     arch = facts.arch if facts.maker == "amd" else f"sm_{facts.sm[0]}{facts.sm[1]}"
@@ -170,6 +172,13 @@ def outputs_divisible(by: int, what: str) -> Fits:
     return fits
 
 
+def block_scaled_mm(_spec: Spec, facts: DeviceFacts) -> str | None:
+    """torch's block-scaled ``scaled_mm``."""
+    if facts.torch < (2, 10):
+        return f"PyTorch {'.'.join(map(str, facts.torch))} has no block-scaled product; 2.10 is needed."
+    return None
+
+
 def rotatable(spec: Spec, _facts: DeviceFacts) -> str | None:
     """The weight can be carried over to INT8 rows with ConvRot."""
     K = spec.shape[1]
@@ -183,7 +192,7 @@ def preferred(routes: tuple[Route, ...], facts: DeviceFacts) -> tuple[Route, ...
     return tuple(sorted(routes, key=lambda route: route.backend != "triton"))
 
 
-def carried(why: str, *routes: Route) -> tuple[Route, ...]:
+def carried_routes(why: str, *routes: Route) -> tuple[Route, ...]:
     """INT8 routes as the ``int8`` execution of a format whose weight is carried over to INT8 rows; ``why`` comes before
     theirs.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..routes import Execution, Route
 from ..spec import Spec
 from . import quantize
-from .products import CodeRows, FloatRows
+from .products import Carried, FloatRows
 from .rotation import preferred_group, rotate
 
 Tensors = Mapping[str, Tensor]
@@ -40,6 +40,8 @@ class Format(ABC):
     name: str
     #: Whether the format's own arithmetic is INT8 already, so that the ``int8`` execution is ``native``.
     int8_is_native: ClassVar[bool] = False
+    #: Whether the stored codes are INT8 codes or fit into them, so that carrying the weight over rounds nothing.
+    has_int8_codes: ClassVar[bool] = False
     #: Of the operator ``quant_loader::<operator>``.
     operator: str
     #: What can run it, best first within each execution. Every execution ends in a torch route that always fits.
@@ -49,9 +51,9 @@ class Format(ABC):
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         """Row access to the decoded weight."""
 
-    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:  # noqa: ARG002
-        """Row access to the weight's own INT8 codes and their rotation group, where the format has such codes."""
-        return None
+    @abstractmethod
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        """The weight as INT8 rows: its own codes where it has such (``has_int8_codes``), else rotated and requantised."""
 
     @abstractmethod
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
@@ -79,24 +81,18 @@ class Format(ABC):
         x2 = pad_inputs(x2, weight.shape[1])
         if execution == "exact":
             y = x2 @ weight.t()
-        elif execution == "int8" and self.int8_codes(spec, tensors) is None:
+        elif execution == "int8" and self.has_int8_codes:
+            rows, N, group = self.carried(spec, tensors)
+            y = reference_int8(x2, *rows(0, N), group)
+        elif execution == "int8":
             group = preferred_group(weight.shape[1])
             y = reference_int8(x2, *quantize.int8_rows(rotate(weight, group)), group)
-        elif execution == "int8":
-            y = self.reference_int8_codes(x2, spec, tensors, weight.shape[0])
         else:
             y = self.reference_native(x2, spec, tensors)
         y = y[:, : spec.shape[0]]
         if bias is not None:
             y = y + bias.to(torch.float32)
         return y.reshape(*x.shape[:-1], spec.shape[0])
-
-    def reference_int8_codes(self, x: Tensor, spec: Spec, tensors: Tensors, N: int) -> Tensor:
-        """INT8 arithmetic on the format's own codes."""
-        found = self.int8_codes(spec, tensors)
-        assert found is not None
-        rows, group = found
-        return reference_int8(x, *rows(0, N), group)
 
     def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         """Rows of the dense weight, float32 ``[*index.shape, K]``. Formats that decode single rows override this."""

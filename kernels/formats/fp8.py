@@ -20,19 +20,13 @@ from torch import Tensor
 from ..facts import DeviceFacts
 from ..operators import operator
 from ..retire import run
-from ..routes import Execution, Route, all_of, always_slow, carried, inputs_divisible, outputs_divisible
+from ..routes import Execution, Route, all_of, always_slow, carried_routes, inputs_divisible, outputs_divisible
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, scaled_rows
-from .int8 import (
-    CARRIED_ROUTES,
-    EXACT,
-    kitchen_codes,
-    triton_codes,
-)
-from .int8_rows import carry
-from .products import FloatRows, dense_linear, flatten, int8_linear, values_linear
-from .rotation import preferred_group
+from .int8 import CARRIED_ROUTES, EXACT
+from .int8_rows import CARRIED_BODIES, Decoder, Transcoder, carried, dense_rows
+from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
 from .scales import as_float8, optional, required, row_scale, scalar
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -55,7 +49,8 @@ def _fp8_linear(
     backends: str,
 ) -> Tensor:
     weight = canonical(qweight, scale, input_scale, codes, out_features)
-    return run(f"fp8_linear ({execution})", backends, _BODIES[execution], x, weight, bias)
+    argument = _carried(weight) if execution == "int8" else weight
+    return run(f"fp8_linear ({execution})", backends, _BODIES[execution], x, argument, bias)
 
 
 class Fp8Weight(NamedTuple):
@@ -97,7 +92,13 @@ def canonical(
 
 
 def _torch_exact(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
-    return dense_linear(x, w.N, w.decoded(), 0, bias)
+    def by_triton(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        from ..triton_ops.block_decode import decode_fp8
+
+        return decode_fp8(w.codes[start:stop], w.scale[start:stop] if w.scale.dim() else w.scale, dtype=dtype)
+
+    faster: dict[str, Decoder] = {"triton": by_triton} if w.codes.dtype is torch.float8_e4m3fn else {}
+    return dense_linear(x, w.N, dense_rows("fp8", x.device, product_dtype(x), w.decoded(), faster), 0, bias)
 
 
 def _torch_native(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
@@ -141,32 +142,19 @@ def _scaled_mm(x: Tensor, s: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tenso
     return y.to(x.dtype).reshape(*x.shape[:-1], w.N)
 
 
-def _torch_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
-    group = preferred_group(w.K)
-    return int8_linear(x, w.N, carry(w.decoded(), group), group, bias)
+def _carried(w: Fp8Weight) -> Carried:
+    def by_triton(start: int, stop: int, group: int) -> tuple[Tensor, Tensor]:
+        from ..triton_ops.transcode import fp8_to_int8
 
+        return fp8_to_int8(w.codes[start:stop], w.scale[start:stop] if w.scale.dim() else w.scale, rotation=group or 1)
 
-def _kitchen_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
-    group = preferred_group(w.K)
-    return kitchen_codes(x, w.N, carry(w.decoded(), group), bias, group)
-
-
-def _triton_int8(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
-    from ..triton_ops.transcode import fp8_to_int8
-
-    group = preferred_group(w.K)
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        scale = w.scale[start:stop] if w.scale.dim() else w.scale
-        codes, factor = fp8_to_int8(w.codes[start:stop], scale, rotation=group)
-        return codes, factor.reshape(-1, 1)
-
-    return triton_codes(x, w.N, rows, bias, group)
+    faster: dict[str, Transcoder] = {"triton": by_triton} if w.codes.dtype is torch.float8_e4m3fn else {}
+    return carried("fp8", w.codes.device, w.N, w.K, w.decoded(), faster)
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
     "native": {"torch": _torch_native},
-    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "int8": CARRIED_BODIES,
     "exact": {"torch": _torch_exact},
 }
 
@@ -200,7 +188,7 @@ class Fp8(Format):
     """``float8_e4m3fn`` (codes "e4m3") or ``float8_e5m2`` (codes "e5m2")."""
 
     operator = "fp8_linear"
-    routes = (_NATIVE, _EMULATED, *carried(_CARRIED, *CARRIED_ROUTES), EXACT)
+    routes = (_NATIVE, _EMULATED, *carried_routes(_CARRIED, *CARRIED_ROUTES), EXACT)
 
     def __init__(self, name: str, codes: str) -> None:
         self.name = name
@@ -213,6 +201,9 @@ class Fp8(Format):
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         w = self._weight(spec, tensors)
         return Decoded(w.decoded(), w.N, w.K)
+
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        return _carried(self._weight(spec, tensors))
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         w = self._weight(spec, tensors)

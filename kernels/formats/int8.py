@@ -35,7 +35,7 @@ from ..routes import (
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
 from .base import Decoded, Format, Tensors, reference_int8, scaled_rows
-from .products import CodeRows, dense_linear, flatten, int8_linear, row_chunks
+from .products import Carried, CodeRows, dense_linear, flatten, int8_linear, row_chunks
 from .rotation import PREFERRED_GROUPS, rotate
 from .scales import required, row_scale
 
@@ -211,6 +211,7 @@ class Int8(Format):
 
     name = "int8_tensorwise"
     int8_is_native = True
+    has_int8_codes = True
     operator = "int8_linear"
     routes = (KITCHEN_INT8, TRITON_INT8, TORCH_INT8, TORCH_FLOAT_CODES, EXACT)
 
@@ -224,8 +225,9 @@ class Int8(Format):
             scaled_rows(qweight, scale), qweight.shape[0], qweight.shape[1], rotation_group(spec, always=False)
         )
 
-    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
-        return codes_and_scale(*self._parts(spec, tensors)), rotation_group(spec, always=False)
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        qweight, scale = self._parts(spec, tensors)
+        return Carried(codes_and_scale(qweight, scale), qweight.shape[0], rotation_group(spec, always=False))
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         return reference_int8(x, *self._parts(spec, tensors), rotation_group(spec, always=False))

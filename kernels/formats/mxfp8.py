@@ -11,29 +11,34 @@ Tensors: ``weight`` float8_e4m3fn (or U8) [N, K]; ``weight_scale`` E8M0 (or U8),
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kitchen
-from ..facts import DeviceFacts
 from ..operators import operator
 from ..retire import run
-from ..routes import Execution, Route, all_of, always_slow, carried, inputs_divisible, nvidia, outputs_divisible
+from ..routes import (
+    Execution,
+    Route,
+    all_of,
+    always_slow,
+    block_scaled_mm,
+    carried_routes,
+    inputs_divisible,
+    nvidia,
+    outputs_divisible,
+    own_triton,
+)
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, pad_inputs
-from .int8 import (
-    CARRIED_ROUTES,
-    EXACT,
-    kitchen_codes,
-    triton_codes,
-)
-from .int8_rows import carry
-from .products import FloatRows, dense_linear, flatten, int8_linear, values_linear
-from .rotation import preferred_group
-from .scales import as_float8, check_tiled, e8m0_to_float, required, untile
+from .int8 import CARRIED_ROUTES, EXACT
+from .int8_rows import CARRIED_BODIES, carried, dense_rows
+from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
+from .scales import as_float8, check_tiled, e8m0_to_float, required, tiles_of, untile
 
 BLOCK = quantize.MXFP8_BLOCK
 
@@ -52,26 +57,42 @@ def _mxfp8_linear(
     execution: str,
     backends: str,
 ) -> Tensor:
-    codes, tiles = canonical("", qweight, block_scale)
-    x = pad_inputs(x, codes.shape[1])
-    return run(f"mxfp8_linear ({execution})", backends, _BODIES[execution], x, codes[:out_features], tiles, bias)
+    weight = canonical(qweight, block_scale, out_features)
+    argument = _carried(weight) if execution == "int8" else weight
+    return run(f"mxfp8_linear ({execution})", backends, _BODIES[execution], pad_inputs(x, weight.K), argument, bias)
 
 
-def canonical(layer: str, qweight: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8_e4m3fn [N, K], uint8 scale tiles [ceil128(N), ceil4(K / 32)])."""
+class Mxfp8Weight(NamedTuple):
+    """``codes`` float8_e4m3fn [rows, K]; ``tiles`` uint8 [ceil128(rows), ceil4(K / 32)]; ``N`` the rows that are
+    wanted.
+    """
+
+    codes: Tensor
+    tiles: Tensor
+    N: int
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        """Stored input features."""
+        return self.codes.shape[1]
+
+    def decoded(self) -> FloatRows:
+        """Row access to the dense weight."""
+        columns = self.K // BLOCK
+
+        def rows(start: int, stop: int) -> Tensor:
+            scale = e8m0_to_float(untile(self.tiles, start, stop, columns))
+            blocks = self.codes[start:stop].to(torch.float32).reshape(stop - start, columns, BLOCK)
+            return blocks.mul_(scale[..., None]).reshape(stop - start, -1)
+
+        return rows
+
+
+def canonical(qweight: Tensor, block_scale: Tensor, out_features: int | None = None) -> Mxfp8Weight:
+    """The weight from the file's tensors."""
     codes = as_float8(qweight)
-    return codes, check_tiled(layer, block_scale.view(torch.uint8), codes.shape[0], codes.shape[1] // BLOCK)
-
-
-def _decoded(codes: Tensor, tiles: Tensor) -> FloatRows:
-    columns = codes.shape[1] // BLOCK
-
-    def rows(start: int, stop: int) -> Tensor:
-        scale = e8m0_to_float(untile(tiles, start, stop, columns))
-        blocks = codes[start:stop].to(torch.float32).reshape(stop - start, columns, BLOCK)
-        return blocks.mul_(scale[..., None]).reshape(stop - start, -1)
-
-    return rows
+    tiles = tiles_of(block_scale, codes.shape[0], codes.shape[1] // BLOCK)
+    return Mxfp8Weight(codes, tiles, codes.shape[0] if out_features is None else out_features)
 
 
 def _activation(x2: Tensor) -> Tensor:
@@ -80,83 +101,64 @@ def _activation(x2: Tensor) -> Tensor:
     return values.reshape(x2.shape[0], -1, BLOCK).mul_(scale[..., None]).reshape(x2.shape)
 
 
-def _torch_exact(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    return dense_linear(x, codes.shape[0], _decoded(codes, tiles), 0, bias)
+def _torch_exact(x: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:
+    def by_triton(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        from ..triton_ops.block_decode import decode_mxfp8
+
+        return decode_mxfp8(w.codes, w.tiles, columns=w.K, dtype=dtype, rows=(start, stop))
+
+    rows = dense_rows("mxfp8", x.device, product_dtype(x), w.decoded(), {"triton": by_triton})
+    return dense_linear(x, w.N, rows, 0, bias)
 
 
-def _torch_native(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    return values_linear(x, _activation(flatten(x)), codes.shape[0], _decoded(codes, tiles), None, bias)
+def _torch_native(x: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:
+    return values_linear(x, _activation(flatten(x)), w.N, w.decoded(), None, bias)
 
 
-def _kitchen_native(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    x2 = flatten(x)
-    xq, x_scale = kitchen.quantize_mxfp8(x2)
-    y = _scaled_mm(xq, x_scale, codes, tiles, torch.bfloat16 if x.dtype is torch.float32 else x.dtype)[: x2.shape[0]]
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+def _kitchen_native(x: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:
+    return _scaled_mm(x, *kitchen.quantize_mxfp8(flatten(x)), w, bias)
 
 
-def _triton_native(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
+def _triton_native(x: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:
     from ..triton_ops.float_quantizer import quantize_mxfp8
 
-    xq, x_scale = quantize_mxfp8(flatten(x))
-    y = _scaled_mm(xq, x_scale, codes, tiles, torch.bfloat16 if x.dtype is torch.float32 else x.dtype)
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y.to(x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+    return _scaled_mm(x, *quantize_mxfp8(flatten(x)), w, bias)
 
 
-def _scaled_mm(xq: Tensor, x_scale: Tensor, codes: Tensor, tiles: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled_mm(x: Tensor, xq: Tensor, x_scale: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:
+    """torch's block-scaled product; xq [M', K] and its scale tiles may be padded beyond x's rows."""
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     y: Tensor = scaled_mm(
         xq,
-        codes.t(),
+        w.codes.t(),
         scale_a=x_scale.view(torch.float8_e8m0fnu).reshape(-1),
-        scale_b=tiles.view(torch.float8_e8m0fnu).reshape(-1),
+        scale_b=w.tiles.view(torch.float8_e8m0fnu).reshape(-1),
         scale_recipe_a=ScalingType.BlockWise1x32,
         scale_recipe_b=ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,
-        output_dtype=dtype,
+        output_dtype=torch.bfloat16 if x.dtype is torch.float32 else x.dtype,
     )
-    return y
+    y = y[: x.numel() // x.shape[-1], : w.N]
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], w.N)
 
 
-def _torch_int8(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    group = preferred_group(codes.shape[1])
-    return int8_linear(x, codes.shape[0], carry(_decoded(codes, tiles), group), group, bias)
+def _carried(w: Mxfp8Weight) -> Carried:
+    def by_triton(start: int, stop: int, group: int) -> tuple[Tensor, Tensor]:
+        from ..triton_ops.transcode import mxfp8_to_int8
 
+        return mxfp8_to_int8(w.codes, w.tiles, columns=w.K, rotation=group or 1, rows=(start, stop))
 
-def _kitchen_int8(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    group = preferred_group(codes.shape[1])
-    return kitchen_codes(x, codes.shape[0], carry(_decoded(codes, tiles), group), bias, group)
-
-
-def _triton_int8(x: Tensor, codes: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    from ..triton_ops.transcode import mxfp8_to_int8
-
-    K = codes.shape[1]
-    group = preferred_group(K)
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        part, factor = mxfp8_to_int8(codes, tiles, columns=K, rotation=group, rows=(start, stop))
-        return part, factor.reshape(-1, 1)
-
-    return triton_codes(x, codes.shape[0], rows, bias, group)
+    return carried("mxfp8", w.codes.device, w.N, w.K, w.decoded(), {"triton": by_triton})
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
     "native": {"kitchen": _kitchen_native, "triton": _triton_native, "torch": _torch_native},
-    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "int8": CARRIED_BODIES,
     "exact": {"torch": _torch_exact},
 }
-
-
-def block_scaled_mm(_spec: Spec, facts: DeviceFacts) -> str | None:
-    """torch's block-scaled ``scaled_mm``."""
-    if facts.torch < (2, 10):
-        return f"PyTorch {'.'.join(map(str, facts.torch))} has no block-scaled product; 2.10 is needed."
-    return None
 
 
 _UNITS = all_of(
@@ -182,6 +184,7 @@ class Mxfp8(Format):
             f"{_WHY}; comfy-kitchen quantises.",
             all_of(kitchen_has("quantize_mxfp8"), _UNITS),
         ),
+        Route("native", "triton", "scaled_mm", f"{_WHY}; our kernel quantises.", all_of(own_triton, _UNITS)),
         Route(
             "native",
             "torch",
@@ -189,13 +192,19 @@ class Mxfp8(Format):
             "The MXFP8 arithmetic is carried out in float32.",
             slow=always_slow,
         ),
-        *carried(_CARRIED, *CARRIED_ROUTES),
+        *carried_routes(_CARRIED, *CARRIED_ROUTES),
         EXACT,
     )
 
+    def _weight(self, spec: Spec, tensors: Tensors) -> Mxfp8Weight:
+        return canonical(required(spec, tensors, "weight"), required(spec, tensors, "weight_scale"))
+
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
-        codes, tiles = canonical(spec.name, required(spec, tensors, "weight"), required(spec, tensors, "weight_scale"))
-        return Decoded(_decoded(codes, tiles), *codes.shape)
+        w = self._weight(spec, tensors)
+        return Decoded(w.decoded(), w.N, w.K)
+
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        return _carried(self._weight(spec, tensors))
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         return _activation(x) @ self.dequantize(spec, tensors).t()
@@ -204,4 +213,5 @@ class Mxfp8(Format):
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
     ) -> Tensor:
         weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        check_tiled(spec.name, scale, weight.shape[0], weight.shape[1] // BLOCK)
         return _mxfp8_linear(x, weight, scale, bias, spec.shape[0], execution, backends)

@@ -21,21 +21,26 @@ from torch import Tensor
 from .. import kitchen
 from ..operators import operator
 from ..retire import run
-from ..routes import Execution, Route, all_of, always_slow, carried, inputs_divisible, nvidia, outputs_divisible
+from ..routes import (
+    Execution,
+    Route,
+    all_of,
+    always_slow,
+    block_scaled_mm,
+    carried_routes,
+    inputs_divisible,
+    nvidia,
+    outputs_divisible,
+    own_triton,
+)
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, pad_inputs
-from .int8 import (
-    CARRIED_ROUTES,
-    EXACT,
-    kitchen_codes,
-    triton_codes,
-)
-from .int8_rows import carry
-from .products import FloatRows, dense_linear, flatten, int8_linear, values_linear
-from .rotation import preferred_group
-from .scales import check_tiled, e4m3_to_float, optional, required, scalar, unpack_nibbles, untile
+from .int8 import CARRIED_ROUTES, EXACT
+from .int8_rows import CARRIED_BODIES, Decoder, carried, dense_rows
+from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
+from .scales import check_tiled, e4m3_to_float, optional, required, scalar, tiles_of, unpack_nibbles, untile
 
 BLOCK = quantize.NVFP4_BLOCK
 
@@ -57,9 +62,10 @@ def _nvfp4_linear(
     execution: str,
     backends: str,
 ) -> Tensor:
-    weight = canonical("", qweight, block_scale, global_scale, input_scale, out_features)
+    weight = canonical(qweight, block_scale, global_scale, input_scale, out_features)
     x = pad_inputs(smooth(x, pre_quant_scale), weight.K)
-    return run(f"nvfp4_linear ({execution})", backends, _BODIES[execution], x, weight, bias)
+    argument = _carried(weight) if execution == "int8" else weight
+    return run(f"nvfp4_linear ({execution})", backends, _BODIES[execution], x, argument, bias)
 
 
 class Nvfp4Weight(NamedTuple):
@@ -93,7 +99,6 @@ class Nvfp4Weight(NamedTuple):
 
 
 def canonical(
-    layer: str,
     qweight: Tensor,
     block_scale: Tensor,
     global_scale: Tensor,
@@ -102,7 +107,7 @@ def canonical(
 ) -> Nvfp4Weight:
     """The weight from the file's tensors."""
     packed = qweight.view(torch.uint8)
-    tiles = check_tiled(layer, block_scale.view(torch.uint8), packed.shape[0], 2 * packed.shape[1] // BLOCK)
+    tiles = tiles_of(block_scale, packed.shape[0], 2 * packed.shape[1] // BLOCK)
     static = None if input_scale is None else scalar(input_scale)
     return Nvfp4Weight(packed, tiles, scalar(global_scale), static, out_features or packed.shape[0])
 
@@ -113,7 +118,16 @@ def smooth(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
 
 
 def _torch_exact(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
-    return dense_linear(x, w.N, w.decoded(), 0, bias)
+    def by_triton(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        from ..triton_ops.block_decode import decode_nvfp4
+
+        return decode_nvfp4(w.packed, w.tiles, w.factor, columns=w.K, dtype=dtype, rows=(start, stop))
+
+    def by_kitchen(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return _kitchen_decode(w, start, stop, dtype)
+
+    faster: dict[str, Decoder] = {"triton": by_triton, "kitchen": by_kitchen}
+    return dense_linear(x, w.N, dense_rows("nvfp4", x.device, product_dtype(x), w.decoded(), faster), 0, bias)
 
 
 def _activation(x2: Tensor, ts: Tensor) -> Tensor:
@@ -164,50 +178,30 @@ def _triton_native(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype).contiguous().reshape(*x.shape[:-1], w.N)
 
 
-def _torch_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
-    group = preferred_group(w.K)
-    return int8_linear(x, w.N, carry(w.decoded(), group), group, bias)
+def _carried(w: Nvfp4Weight) -> Carried:
+    def by_triton(start: int, stop: int, group: int) -> tuple[Tensor, Tensor]:
+        from ..triton_ops.transcode import nvfp4_to_int8
+
+        return nvfp4_to_int8(w.packed, w.tiles, w.factor, columns=w.K, rotation=group or 1, rows=(start, stop))
+
+    def by_kitchen(start: int, stop: int, group: int) -> tuple[Tensor, Tensor]:
+        # float16: the product of an e2m1 and an e4m3 value fits its mantissa, not bfloat16's.
+        codes, scale = kitchen.quantize_int8_convrot_weight(_kitchen_decode(w, start, stop, torch.float16), group)
+        return codes, scale
+
+    return carried("nvfp4", w.packed.device, w.N, w.K, w.decoded(), {"triton": by_triton, "kitchen": by_kitchen})
 
 
-def _kitchen_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
-    K = w.K
-    group = preferred_group(K)
-    column_tiles = w.tiles.shape[1]
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        # comfy-kitchen decodes whole 16-row groups; a layer's rows are stored that way or it is not used.
-        last = min(w.packed.shape[0], -(-stop // 16) * 16)
-        part = w.tiles[start // 128 * 128 : -(-last // 128) * 128].reshape(-1, column_tiles)
-        dense = kitchen.dequantize_nvfp4(w.packed[start:last], part, w.factor, product_float(x))
-        codes, scale = kitchen.quantize_int8_convrot_weight(dense, group)
-        return codes[: stop - start], scale[: stop - start]
-
-    return kitchen_codes(x, w.N, rows, bias, group)
-
-
-def product_float(x: Tensor) -> torch.dtype:
-    """The 16-bit type a weight is decoded to on its way to INT8; float16 for float32 activations (e2m1 x e4m3 needs its
-    mantissa).
-    """
-    return torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float16
-
-
-def _triton_int8(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
-    from ..triton_ops.transcode import nvfp4_to_int8
-
-    K = w.K
-    group = preferred_group(K)
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        codes, scale = nvfp4_to_int8(w.packed, w.tiles, w.factor, columns=K, rotation=group, rows=(start, stop))
-        return codes, scale.reshape(-1, 1)
-
-    return triton_codes(x, w.N, rows, bias, group)
+def _kitchen_decode(w: Nvfp4Weight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    # comfy-kitchen decodes 16 rows at a time; start is a multiple of 128, as the tiles are.
+    last = -(-stop // 16) * 16
+    tiles = w.tiles[start : -(-last // 128) * 128]
+    return kitchen.dequantize_nvfp4(w.packed[start:last], tiles, w.factor, dtype)[: stop - start]
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
     "native": {"kitchen": _kitchen_native, "triton": _triton_native, "torch": _torch_native},
-    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "int8": CARRIED_BODIES,
     "exact": {"torch": _torch_exact},
 }
 
@@ -234,23 +228,33 @@ class Nvfp4(Format):
         ),
         Route(
             "native",
+            "triton",
+            "scaled_mm",
+            "PyTorch's block-scaled product runs on this card's FP4 units; our kernel quantises.",
+            all_of(own_triton, block_scaled_mm, _UNITS),
+        ),
+        Route(
+            "native",
             "torch",
             "float32 products of FP4 values",
             "The FP4 arithmetic is carried out in float32.",
             slow=always_slow,
         ),
-        *carried(_CARRIED, *CARRIED_ROUTES),
+        *carried_routes(_CARRIED, *CARRIED_ROUTES),
         EXACT,
     )
 
     def _weight(self, spec: Spec, tensors: Tensors) -> Nvfp4Weight:
         qweight, tiles = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
         factor = required(spec, tensors, "weight_scale_2")
-        return canonical(spec.name, qweight, tiles, factor, optional(tensors, "input_scale"))
+        return canonical(qweight, tiles, factor, optional(tensors, "input_scale"))
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         w = self._weight(spec, tensors)
         return Decoded(w.decoded(), w.N, w.K)
+
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        return _carried(self._weight(spec, tensors))
 
     def input(self, x: Tensor, tensors: Tensors) -> Tensor:
         return smooth(x, optional(tensors, "pre_quant_scale"))
@@ -264,6 +268,7 @@ class Nvfp4(Format):
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
     ) -> Tensor:
         weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        check_tiled(spec.name, scale, weight.shape[0], 2 * weight.shape[1] // BLOCK)
         factor = required(spec, tensors, "weight_scale_2")
         static, pre = optional(tensors, "input_scale"), optional(tensors, "pre_quant_scale")
         return _nvfp4_linear(x, weight, scale, factor, static, pre, bias, spec.shape[0], execution, backends)

@@ -12,6 +12,7 @@ Three shapes of linear are enough for every format:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ from .rotation import rotate
 CodeRows = Callable[[int, int], tuple[Tensor, Tensor]]
 #: rows(start, stop) -> float32 [n, K]
 FloatRows = Callable[[int, int], Tensor]
+
+
+class Carried(NamedTuple):
+    """Row access to a weight as INT8 codes: ``N`` rows, rotated by ``group`` (0: not rotated)."""
+
+    rows: CodeRows
+    N: int
+    group: int
+
 
 #: Temporary memory a loop over weight rows aims for.
 WORKSPACE_BYTES = 64 << 20

@@ -45,11 +45,17 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).round_().clamp_(-7.0, 7.0).to(torch.int8), scale
 
 
+def _absmax(x: Tensor) -> Tensor:
+    # One pass over x, no |x| in memory; NaN propagates.
+    largest: Tensor = torch.linalg.vector_norm(x, ord=float("inf"))
+    return largest.to(torch.float32)
+
+
 def fp8_scale(x: Tensor) -> Tensor:
     """The dynamic per-tensor scale of FP8 activations, ``max|x| / 448``, float32 ``[]`` (never 0)."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
-    return (x.abs().amax().to(torch.float32) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (_absmax(x) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -61,7 +67,7 @@ def nvfp4_scale(x: Tensor) -> Tensor:
     """The dynamic per-tensor scale of NVFP4 activations, ``max|x| / (448 * 6)``, float32 ``[]`` (never 0)."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
-    return (x.abs().amax().to(torch.float32) / (E4M3_MAX * E2M1_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (_absmax(x) / (E4M3_MAX * E2M1_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def round_e2m1(x: Tensor) -> Tensor:

@@ -19,19 +19,12 @@ from torch import Tensor
 
 from ..operators import operator
 from ..retire import run
-from ..routes import Execution, always_slow, carried
+from ..routes import Execution, always_slow, carried_routes
 from ..spec import Spec
 from .base import Decoded, Format, Tensors, scaled_rows
-from .int8 import (
-    CARRIED_ROUTES,
-    EXACT,
-    kitchen_codes,
-    torch_exact,
-    triton_codes,
-)
-from .int8_rows import carry
-from .products import int8_linear
-from .rotation import preferred_group
+from .int8 import CARRIED_ROUTES, EXACT, torch_exact
+from .int8_rows import CARRIED_BODIES, carried
+from .products import Carried
 from .scales import required, row_scale
 
 
@@ -51,31 +44,23 @@ def _torch_exact(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None)
     return torch_exact(x, qweight, scale, bias, 0)
 
 
-def _torch_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    group = preferred_group(qweight.shape[1])
-    return int8_linear(x, qweight.shape[0], carry(scaled_rows(qweight, scale), group), group, bias)
+def _carried(qweight: Tensor, scale: Tensor, N: int) -> Carried:
+    decoded = scaled_rows(qweight, scale)
+
+    def by_triton(start: int, stop: int, group: int) -> tuple[Tensor, Tensor]:
+        from ..triton_ops.row_quantizer import quantize_rows
+
+        return quantize_rows(decoded(start, stop), rotation=group or 1)
+
+    return carried("quanto", qweight.device, N, qweight.shape[1], decoded, {"triton": by_triton})
 
 
-def _kitchen_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    group = preferred_group(qweight.shape[1])
-    return kitchen_codes(x, qweight.shape[0], carry(scaled_rows(qweight, scale), group), bias, group)
-
-
-def _triton_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    from ..triton_ops.row_quantizer import quantize_rows
-
-    group = preferred_group(qweight.shape[1])
-    part = scaled_rows(qweight, scale)
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        codes, factor = quantize_rows(part(start, stop), rotation=group or 1)
-        return codes, factor.reshape(-1, 1)
-
-    return triton_codes(x, qweight.shape[0], rows, bias, group)
+def _carried_body(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, qweight, scale, bias: body(x, _carried(qweight, scale, qweight.shape[0]), bias)
 
 
 _BODIES: dict[str, dict[str, Callable[..., Tensor]]] = {
-    "int8": {"kitchen": _kitchen_int8, "triton": _triton_int8, "torch": _torch_int8},
+    "int8": {backend: _carried_body(body) for backend, body in CARRIED_BODIES.items()},
     "native": {"torch": _torch_exact},
     "exact": {"torch": _torch_exact},
 }
@@ -89,7 +74,7 @@ class Quanto(Format):
     name = "quanto_int8"
     operator = "quanto_linear"
     routes = (
-        *carried(_CARRIED, *CARRIED_ROUTES),
+        *carried_routes(_CARRIED, *CARRIED_ROUTES),
         replace(EXACT, execution="native", slow=always_slow),
         EXACT,
     )
@@ -101,6 +86,10 @@ class Quanto(Format):
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         qweight, scale = self._parts(spec, tensors)
         return Decoded(scaled_rows(qweight, scale), *qweight.shape)
+
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
+        qweight, scale = self._parts(spec, tensors)
+        return _carried(qweight, scale, qweight.shape[0])
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         return x @ self.dequantize(spec, tensors).t()

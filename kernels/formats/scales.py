@@ -99,21 +99,26 @@ def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // 128) * 128, -(-columns // 4) * 4
 
 
-def check_tiled(layer: str, image: Tensor, rows: int, columns: int) -> Tensor:
-    """A block scale image ``[ceil128(rows), ceil4(columns)]``, whatever shape its bytes were stored in.
+def check_tiled(layer: str, image: Tensor, rows: int, columns: int) -> None:
+    """Refuse block scales that are no tile image of a weight with ``rows`` rows and ``columns`` blocks a row.
 
     Raises:
-        ValueError: it has another number of entries. An unpadded ``[rows, columns]`` tensor is refused unless it is the
-            image
+        ValueError: another number of entries. An unpadded ``[rows, columns]`` tensor is refused unless it is the image
             itself: reading it as one would move most of the scales.
     """
     shape = tiled_shape(rows, columns)
     if image.numel() != shape[0] * shape[1]:
         raise ValueError(
             f"layer {layer}: the block scales should be stored in 128 x 4 tiles, {shape[0]} x {shape[1]} here, "
-            f"found {tuple(image.shape)}; re-export the file with a current converter"
+            f"found {' x '.join(map(str, image.shape))}; re-export the file with a current converter"
         )
-    return image.reshape(shape)
+
+
+def tiles_of(image: Tensor, rows: int, columns: int) -> Tensor:
+    """A block scale image as uint8 ``[ceil128(rows), ceil4(columns)]``, whatever shape and dtype its bytes were stored
+    in.
+    """
+    return image.view(torch.uint8).reshape(tiled_shape(rows, columns))
 
 
 def untile(image: Tensor, start: int, stop: int, columns: int) -> Tensor:

@@ -22,12 +22,12 @@ from .. import kitchen
 from ..facts import DeviceFacts
 from ..operators import operator
 from ..retire import run
-from ..routes import Execution, Route, all_of, always_slow, inputs_divisible
+from ..routes import Execution, Route, all_of, inputs_divisible
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
 from .base import Decoded, Format, Tensors, reference_int8
 from .int8 import EXACT, TORCH_FLOAT_CODES, TORCH_INT8, TRITON_INT8, kitchen_shapes, triton_codes
-from .products import CodeRows, FloatRows, dense_linear, flatten, int8_linear
+from .products import Carried, CodeRows, FloatRows, dense_linear, flatten, int8_linear
 from .scales import required, row_scale, unpack_int4
 
 
@@ -125,6 +125,7 @@ def wants_int8(spec: Spec) -> bool:
 
 _SHAPES = all_of(inputs_divisible(64, "comfy-kitchen's W4A4 kernel"), kitchen_shapes)
 _KITCHEN = all_of(kitchen_has("convrot_w4a4_linear"), _SHAPES)
+_WIDER = "The 4-bit arithmetic is carried out by wider products of the same codes."
 _NO_INT4 = "4-bit codes with int8 activations: this device has no 4-bit integer units, and 8 bits are more precise."
 
 
@@ -132,6 +133,7 @@ class W4A4(Format):
     """``convrot_w4a4``."""
 
     name = "convrot_w4a4"
+    has_int8_codes = True
     operator = "w4a4_linear"
     routes = (
         Route(
@@ -141,12 +143,9 @@ class W4A4(Format):
             "comfy-kitchen's convrot_w4a4_linear runs on this card's integer units.",
             all_of(_int4_units, _KITCHEN),
         ),
-        Route(
-            "native",
-            "torch",
-            "torch int8 product of 4-bit codes",
-            "The 4-bit arithmetic is carried out by wider products of the same codes.",
-            slow=always_slow,
+        *(
+            replace(route, operator=f"{route.operator}, 4-bit codes", why=_WIDER, stands_in=True)
+            for route in (TRITON_INT8, TORCH_INT8, TORCH_FLOAT_CODES)
         ),
         Route(
             "int8",
@@ -171,9 +170,9 @@ class W4A4(Format):
         w = self._weight(spec, tensors)
         return Decoded(w.decoded(), w.N, 2 * w.qweight.shape[1], w.group)
 
-    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
         w = self._weight(spec, tensors)
-        return w.codes(), w.group
+        return Carried(w.codes(), w.N, w.group)
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         w = self._weight(spec, tensors)

@@ -26,9 +26,10 @@ from ..retire import run
 from ..routes import Execution, Route, all_of
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
+from . import quantize
 from .base import Decoded, Format, Tensors, reference_int8
 from .int8 import EXACT, TORCH_FLOAT_CODES, TORCH_INT8, TRITON_INT8, kitchen_shapes, triton_codes
-from .products import CodeRows, FloatRows, dense_linear, flatten, int8_linear
+from .products import Carried, CodeRows, FloatRows, dense_linear, flatten, int8_linear
 from .scales import as_float8, e4m3_to_float, optional, required, row_scale, unpack_nibbles
 
 
@@ -179,6 +180,7 @@ class W4A8(Format):
 
     name = "asym_w4a8_int8"
     int8_is_native = True
+    has_int8_codes = True
     operator = "w4a8_linear"
     routes = (
         Route(
@@ -210,9 +212,12 @@ class W4A8(Format):
         w = self._weight(spec, tensors)
         return Decoded(w.decoded(), w.N, 2 * w.qweight.shape[1], w.rotation)
 
-    def int8_codes(self, spec: Spec, tensors: Tensors) -> tuple[CodeRows, int] | None:
+    def carried(self, spec: Spec, tensors: Tensors) -> Carried:
         w = self._weight(spec, tensors)
-        return None if w.correction is not None else (w.codes(), w.rotation)
+        decoded = w.decoded()
+        if w.correction is not None:  # beside the grid of the codes, so the weight is quantised anew, rotated as it is
+            return Carried(lambda start, stop: quantize.int8_rows(decoded(start, stop)), w.N, w.rotation)
+        return Carried(w.codes(), w.N, w.rotation)
 
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         w = self._weight(spec, tensors)
