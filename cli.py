@@ -15,7 +15,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .checkpoint import Report, check
+from .automation import commands
+from .checkpoint import Report
 
 OK, REFUSED, BAD_REQUEST = 0, 1, 2
 
@@ -32,7 +33,9 @@ class Command(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Never a traceback for anything a file contains."""
-    parser = argparse.ArgumentParser(prog="quant-loader", description="Check quantised diffusion checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="quant-loader", description="Check, mend and explain quantised diffusion checkpoints."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = subparsers.add_parser(name, help=command.help, description=command.help)
@@ -58,17 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
-        nargs="+",
+        nargs="*",
         metavar="FILE",
-        help="a .safetensors file, any shard of a model, its .index.json, or - for a list on standard input",
+        help="a .safetensors file, any shard of a model, its .index.json, an http(s):// or hf://owner/repo/path address, "
+        "or - for a list on standard input",
     )
-    parser.add_argument(
-        "--rules", choices=("strict", "compatible"), default="strict", help="which rule set decides (default: strict)"
-    )
+    parser.add_argument("--rules", choices=("strict", "compatible"), help="which rule set decides (default: strict)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (one object per file)")
     parser.add_argument(
         "--one", action="store_true", help="the files are parts of one checkpoint, not checkpoints of their own"
     )
+    commands.check_arguments(parser)
     if _has_deep_check():
         parser.add_argument(
             "--deep", action="store_true", help="also read block scales and samples of the weights (slow)"
@@ -82,6 +85,9 @@ def _has_deep_check() -> bool:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    answer = commands.check_elsewhere(arguments, _table)
+    if answer is not None:
+        return answer
     requests = list(_requests(arguments))
     if not requests:
         print("quant-loader check: no files given", file=sys.stderr)
@@ -93,7 +99,7 @@ def _check(arguments: argparse.Namespace) -> int:
             print(
                 f"\r\033[K[{number}/{len(requests)}] {os.path.basename(paths[0])}", end="", file=sys.stderr, flush=True
             )
-        report = check(paths, rules=arguments.rules, deep=getattr(arguments, "deep", False))
+        report = commands.report_on(paths, arguments.rules or "strict", getattr(arguments, "deep", False))
         if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         worst = max(worst, exit_code(report))
@@ -210,9 +216,12 @@ def _printable(text: str, keep: str = "") -> str:
 
 
 COMMANDS: dict[str, Command] = {
-    "check": Command("Check files and say what is wrong with them.", _check_arguments, _check),
+    "check": Command(
+        "Check files and say what is wrong with them.", _check_arguments, commands.answered("check", _check)
+    ),
+    **{name: Command(*row) for name, row in commands.COMMANDS.items()},
 }
-"""Subcommands by name; another room adds its own row."""
+"""Subcommands by name."""
 
 __all__ = ["BAD_REQUEST", "COMMANDS", "OK", "REFUSED", "Command", "exit_code", "main"]
 

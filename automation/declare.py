@@ -36,7 +36,9 @@ _BLOCK_SCALES = ("U8", "F8_E8M0")
 
 @dataclass(frozen=True)
 class UserDeclaration:
-    """``conf`` is the declaration as a marker holds it; ``pattern`` names layers (shell wildcards), None means every fitting one."""
+    """``conf`` is the declaration as a marker holds it; ``pattern`` names layers (shell wildcards), None means every
+    fitting one.
+    """
 
     conf: dict[str, Any]
     pattern: str | None = None
@@ -64,7 +66,8 @@ class UserDeclaration:
 
 
 def parse_declaration(text: str) -> UserDeclaration:
-    """``FORMAT``, ``FORMAT,key=value,...``, a JSON object, or any of these after ``LAYER=`` (wildcards allowed). Raises RequestError.
+    """``FORMAT``, ``FORMAT,key=value,...``, a JSON object, or any of these after ``LAYER=`` (wildcards allowed).
+    Raises RequestError.
 
     Examples: ``nvfp4`` · ``int8_tensorwise,convrot=true,convrot_groupsize=256`` · ``blocks.*.mlp.*=float8_e4m3fn``
     """
@@ -77,13 +80,21 @@ def parse_declaration(text: str) -> UserDeclaration:
     conf = _json(body) if body.startswith("{") else _plain(body)
     known = conf.get("format")
     if known not in FORMATS:
-        raise RequestError(f"--declare {clean(text)}: {clean(str(known))} is no known format; known are {listing(list(FORMATS), len(FORMATS))}.")
+        raise RequestError(
+            f"--declare {clean(text)}: {clean(str(known))} is no known format; known are "
+            f"{listing(list(FORMATS), len(FORMATS))}."
+        )
     for key, value in conf.items():
         kinds = _SETTINGS.get(key, (str,) if key == "format" else None)
         if kinds is None:
-            raise RequestError(f"--declare {clean(text)}: there is no setting {clean(key)}; settings are {listing(list(_SETTINGS), 9)}.")
+            raise RequestError(
+                f"--declare {clean(text)}: there is no setting {clean(key)}; settings are "
+                f"{listing(list(_SETTINGS), 9)}."
+            )
         if type(value) not in kinds:
-            raise RequestError(f"--declare {clean(text)}: {key} must be {_kind(kinds[0])}, got {clean(json.dumps(value))}.")
+            raise RequestError(
+                f"--declare {clean(text)}: {key} must be {_kind(kinds[0])}, got {clean(json.dumps(value))}."
+            )
     return UserDeclaration(conf, pattern)
 
 

@@ -30,7 +30,9 @@ def read_bytes(path: str | os.PathLike[str], limit: int = MAX_DOCUMENT) -> bytes
     try:
         with open_raw(os.fspath(path)) as raw:
             if raw.stamp.size > limit:
-                raise RequestError(f"{shown(path)} is too large to be a workflow: {raw.stamp.size} bytes; expected at most {limit}.")
+                raise RequestError(
+                    f"{shown(path)} is too large to be a workflow: {raw.stamp.size} bytes; expected at most {limit}."
+                )
             return raw.read_at(0, raw.stamp.size)
     except HeaderError as error:
         raise RequestError(f"{shown(path)} cannot be read: {error.detail}.") from error
@@ -47,7 +49,9 @@ def parse_json(text: bytes | str, what: str) -> Any:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a small text file beside its name and rename it, so that a reader never sees half of it. Raises RequestError."""
+    """Write a small text file beside its name and rename it, so that a reader never sees half of it. Raises
+    RequestError.
+    """
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     try:
@@ -63,7 +67,9 @@ def is_png(data: bytes) -> bool:
 
 
 def png_texts(data: bytes, what: str) -> dict[str, bytes]:
-    """The text entries of a PNG by keyword (``prompt`` and ``workflow`` in ComfyUI's pictures), UTF-8. Raises RequestError."""
+    """The text entries of a PNG by keyword (``prompt`` and ``workflow`` in ComfyUI's pictures), UTF-8. Raises
+    RequestError.
+    """
     texts: dict[str, bytes] = {}
     for kind, body in _chunks(data, what):
         if kind in (b"tEXt", b"zTXt", b"iTXt"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request itself is wrong: no such file, not JSON, a contradiction between options. Exit code 2; the text is one sentence."""
+    """The request itself is wrong: no such file, not JSON, a contradiction between options. Exit code 2; the text is
+    one sentence.
+    """
 
 
 class Refused(RuntimeError):

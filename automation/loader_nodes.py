@@ -1,7 +1,8 @@
-"""Which nodes name model files: widgets in the order of the editor's ``widgets_values``, and the model folder of each.
+"""Which nodes name model files: widgets in the order of the editor's ``widgets_values``, and the model folder of
+each.
 
-The stock rows follow ComfyUI 0.30 (``nodes.py`` and ``comfy_extras``). A node that is missing here is no error: it is listed as unknown when
-one of its widgets looks like a model file.
+The stock rows follow ComfyUI 0.30 (``nodes.py`` and ``comfy_extras``). A node that is missing here is no error: it is
+listed as unknown when one of its widgets looks like a model file.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ MODEL_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pt2", ".pth"
 class LoaderNode:
     """One node type that loads model files.
 
-    ``widgets``: every widget, in the editor's order. ``files``: widget -> folder kind, as ``folder_paths`` names it; our inspector's folder
-    is itself a widget (``folder_widget``). ``built_in``: names that stand for no file.
+    ``widgets``: every widget, in the editor's order. ``files``: widget -> folder kind, as ``folder_paths`` names it;
+    our inspector's folder is itself a widget (``folder_widget``). ``built_in``: names that stand for no file.
     """
 
     type: str
@@ -29,7 +30,9 @@ class LoaderNode:
     folder_widget: str | None = None
 
 
-def _stock(type_: str, folder: str, *widgets: str, more: Mapping[str, str] | None = None, built_in: tuple[str, ...] = ()) -> LoaderNode:
+def _stock(
+    type_: str, folder: str, *widgets: str, more: Mapping[str, str] | None = None, built_in: tuple[str, ...] = ()
+) -> LoaderNode:
     return LoaderNode(type_, widgets, {widgets[0]: folder, **(more or {})}, built_in=built_in)
 
 
@@ -74,7 +77,14 @@ LOADERS: dict[str, LoaderNode] = {
         _clip("DualCLIPLoader", 2, "type", "device"),
         _clip("TripleCLIPLoader", 3),
         _clip("QuadrupleCLIPLoader", 4),
-        _stock("LTXAVTextEncoderLoader", "text_encoders", "text_encoder", "ckpt_name", "device", more={"ckpt_name": "checkpoints"}),
+        _stock(
+            "LTXAVTextEncoderLoader",
+            "text_encoders",
+            "text_encoder",
+            "ckpt_name",
+            "device",
+            more={"ckpt_name": "checkpoints"},
+        ),
         _stock("LTXVAudioVAELoader", "checkpoints", "ckpt_name"),
         _stock("VAELoader", "vae", "vae_name", built_in=_TAESD),
         _stock("ControlNetLoader", "controlnet", "control_net_name"),

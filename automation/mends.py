@@ -1,7 +1,7 @@
 """The lossless mends, each by itself: dialect spellings, scale shapes and types, markers and metadata.
 
-A mend changes the draft only where the meaning of the file stays exactly what it was, or what the person declared. None of them decides
-whether the result is sound: the strict check does.
+A mend changes the draft only where the meaning of the file stays exactly what it was, or what the person declared.
+None of them decides whether the result is sound: the strict check does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..checkpoint.declarations import MARKER, METADATA_KEY, Declaration, Declara
 from ..checkpoint.dtypes import WIDE_FLOATS, count, decode
 from ..checkpoint.layer import NESTED_KEYS
 from ..checkpoint.report import LayerSpec
-from ..checkpoint.words import clean, conf as conf_text, name_of, show
+from ..checkpoint.words import clean, name_of, show
+from ..checkpoint.words import conf as conf_text
 from .draft import Draft, Piece, tensor_text, typed
 
 RENAMED, RESHAPED, WIDENED, RELABELLED = "renamed", "reshaped", "widened", "relabelled"
@@ -40,7 +41,9 @@ _BYTE_SCALES = {"nvfp4": "weight_scale", "asym_w4a8_int8": "weight_s_rel"}
 
 
 def scales(draft: Draft, prefix: str, format_name: str) -> None:
-    """Scales of one layer in their standard shape and type: only where no value changes and only one reading is possible."""
+    """Scales of one layer in their standard shape and type: only where no value changes and only one reading is
+    possible.
+    """
     labelled = _BYTE_SCALES.get(format_name)
     if labelled is not None:
         piece = draft.pieces.get(f"{prefix}.{labelled}")
@@ -63,12 +66,19 @@ def _reshape(draft: Draft, prefix: str, piece: Piece, shapes: tuple[str, ...], r
     if wanted is None or wanted == piece.shape:
         return piece
     draft.relabel(piece.name, shape=wanted)
-    draft.note(RESHAPED, prefix, f"{tensor_text(piece.name)}: {typed(piece.dtype, piece.shape)} reshaped to {typed(piece.dtype, wanted)[len(piece.dtype) + 1 :]}")
+    draft.note(
+        RESHAPED,
+        prefix,
+        f"{tensor_text(piece.name)}: {typed(piece.dtype, piece.shape)} reshaped to "
+        f"{typed(piece.dtype, wanted)[len(piece.dtype) + 1 :]}",
+    )
     return draft.pieces[piece.name]
 
 
 def standard_shape(shape: tuple[int, ...], allowed: tuple[str, ...], rows: int) -> tuple[int, ...] | None:
-    """The one standard shape that holds the same values in the same order, or None. ``(1, N)`` may mean columns and stays."""
+    """The one standard shape that holds the same values in the same order, or None. ``(1, N)`` may mean columns and
+    stays.
+    """
     table = {SCALAR: (), ROWS: (rows,), COLUMN: (rows, 1)}
     if any(shape == table[name] for name in allowed) or (SCALAR in allowed and COLUMN not in allowed and shape == (1,)):
         return shape
@@ -99,7 +109,9 @@ def widened(dtype: str, data: bytes) -> bytes | None:
 
 
 def legacy_names(draft: Draft, declaration: Declaration) -> None:
-    """A dialect's tensor names (``scale_weight``) become the standard ones; an input scale of exactly 1 means none there."""
+    """A dialect's tensor names (``scale_weight``) become the standard ones; an input scale of exactly 1 means none
+    there.
+    """
     for canonical, spelling in (declaration.aliases or {}).items():
         old, new = f"{declaration.prefix}.{spelling}", f"{declaration.prefix}.{canonical}"
         piece = draft.pieces.get(old)
@@ -107,7 +119,9 @@ def legacy_names(draft: Draft, declaration: Declaration) -> None:
             continue
         if spelling == "scale_input" and _is_one(draft, piece):
             del draft.pieces[old]
-            draft.note(TENSOR_DROPPED, declaration.prefix, f"{tensor_text(old)}: 1.0 means no input scale in this dialect")
+            draft.note(
+                TENSOR_DROPPED, declaration.prefix, f"{tensor_text(old)}: 1.0 means no input scale in this dialect"
+            )
         elif draft.rename(old, new):
             draft.note(RENAMED, declaration.prefix, f"{tensor_text(old)} renamed {tensor_text(canonical)}")
 
@@ -129,7 +143,9 @@ def drop_legacy_flags(draft: Draft, declared: Declarations) -> None:
 
 
 def complete(conf: Mapping[str, Any], spec: LayerSpec | None) -> dict[str, Any]:
-    """The declaration in the flat standard form: nested ``params`` raised, settings in their plain JSON kind. Other keys stay."""
+    """The declaration in the flat standard form: nested ``params`` raised, settings in their plain JSON kind. Other
+    keys stay.
+    """
     flat = dict(conf)
     nested = conf.get("params")
     nested = nested if isinstance(nested, Mapping) else {}
@@ -155,7 +171,9 @@ def set_marker(draft: Draft, prefix: str, conf: Mapping[str, Any], was: object, 
     if was is None:
         draft.note(MARKER_WRITTEN, prefix, f"{name_of(prefix)}: marker {conf_text(dict(conf))} written ({why})")
     else:
-        draft.note(MARKER_COMPLETED, prefix, f"{name_of(prefix)}: marker {show(was)} is now {conf_text(dict(conf))} ({why})")
+        draft.note(
+            MARKER_COMPLETED, prefix, f"{name_of(prefix)}: marker {show(was)} is now {conf_text(dict(conf))} ({why})"
+        )
 
 
 def drop_marker(draft: Draft, prefix: str, why: str) -> None:

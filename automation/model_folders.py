@@ -1,4 +1,6 @@
-"""Where an installation keeps its models: the ``models`` folder and ``extra_model_paths.yaml``, searched as ComfyUI does."""
+"""Where an installation keeps its models: the ``models`` folder and ``extra_model_paths.yaml``, searched as ComfyUI
+does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _ALSO = {"vae": ("vae_approx",)}
 
 @dataclass
 class ModelFolders:
-    """Folder kind -> folders, first match wins: ``preferred``, the installation's own (None when unknown), ``extra``."""
+    """Folder kind -> folders, first match wins: ``preferred``, the installation's own (``models``), ``extra``."""
 
     models: Path | None = None
     preferred: dict[str, list[Path]] = field(default_factory=dict)
@@ -43,7 +45,8 @@ class ModelFolders:
         return folders
 
     def find(self, kind: str, name: str) -> Path | None:
-        """The file that a node means by ``name``, or None. Never a path outside the folders by ``..`` or an absolute name.
+        """The file that a node means by ``name``, or None. Never a path outside the folders by ``..`` or an absolute
+        name.
 
         A name written on Windows (``sub\\file``) is found on other systems too.
         """
@@ -71,7 +74,8 @@ class ModelFolders:
 def model_folders(models: str | None, extra_yaml: Iterable[str] = ()) -> ModelFolders:
     """The folders that the options name, else those of the ComfyUI around this pack or at ``COMFYUI_PATH``.
 
-    ``models`` may be a models folder or a ComfyUI folder that has one. Raises RequestError when there is nothing to search.
+    ``models`` may be a models folder or a ComfyUI folder that has one. Raises RequestError when there is nothing to
+    search.
     """
     folders = ModelFolders()
     files = list(extra_yaml)
@@ -86,7 +90,9 @@ def model_folders(models: str | None, extra_yaml: Iterable[str] = ()) -> ModelFo
     elif not files:
         root = installation()
         if root is None:
-            raise RequestError("No models folder is known: give it with --models DIR (ComfyUI's models folder), or set COMFYUI_PATH.")
+            raise RequestError(
+                "No models folder is known: give it with --models DIR (ComfyUI's models folder), or set COMFYUI_PATH."
+            )
         folders.models = root / "models"
         files.extend(_yaml_of(root))
     for path in files:
@@ -98,7 +104,9 @@ def installation() -> Path | None:
     """The ComfyUI that this pack is installed in, or the one that ``COMFYUI_PATH`` names."""
     chosen = os.environ.get("COMFYUI_PATH")
     candidates = [Path(chosen).expanduser()] if chosen else []
-    candidates.append(Path(os.path.abspath(__file__)).parents[3])  # <ComfyUI>/custom_nodes/<pack>/automation/<file>, symlinks kept
+    candidates.append(
+        Path(os.path.abspath(__file__)).parents[3]
+    )  # <ComfyUI>/custom_nodes/<pack>/automation/<file>, symlinks kept
     return next((root for root in candidates if (root / "main.py").is_file() and (root / "models").is_dir()), None)
 
 
@@ -117,7 +125,9 @@ def _load_yaml(path: str) -> Mapping[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise RequestError("Reading extra_model_paths.yaml needs PyYAML, which ComfyUI brings: pip install pyyaml.") from None
+        raise RequestError(
+            "Reading extra_model_paths.yaml needs PyYAML, which ComfyUI brings: pip install pyyaml."
+        ) from None
     text = read_bytes(path, _MAX_YAML)
     try:
         content = yaml.safe_load(text)
@@ -126,7 +136,9 @@ def _load_yaml(path: str) -> Mapping[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise RequestError(f"{shown(path)} is no list of model paths: expected sections such as comfyui with a base_path.")
+        raise RequestError(
+            f"{shown(path)} is no list of model paths: expected sections such as comfyui with a base_path."
+        )
     return content
 
 
@@ -146,6 +158,13 @@ def _entries(content: Mapping[str, Any], path: str) -> Iterable[tuple[str, list[
             if kind in ("base_path", "is_default"):
                 continue
             if not isinstance(value, str):
-                raise RequestError(f"{shown(path)}: {shown(str(kind))} of {shown(str(name))} must be a folder, or folders on lines of their own.")
+                raise RequestError(
+                    f"{shown(path)}: {shown(str(kind))} of {shown(str(name))} must be a folder, or folders on lines "
+                    f"of their own."
+                )
             lines = [line.strip() for line in value.split("\n") if line.strip()]
-            yield str(kind), [Path(os.path.normpath(os.path.join(root, line))) for line in lines], bool(section.get("is_default"))
+            yield (
+                str(kind),
+                [Path(os.path.normpath(os.path.join(root, line))) for line in lines],
+                bool(section.get("is_default")),
+            )

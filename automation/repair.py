@@ -1,7 +1,7 @@
 """``quant-loader repair``: mend what is lossless, write a new file that passes the strict check, or write nothing.
 
-The source is opened for reading only. The mends are planned on the header, the result is judged by the strict rules before a byte is
-copied and again after the copy; weights are copied as they are.
+The source is opened for reading only. The mends are planned on the header, the result is judged by the strict rules
+before a byte is copied and again after the copy; weights are copied as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _LEGACY_SPELLINGS = {"weight_scale": "scale_weight", "input_scale": "scale_input
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a repair did, or would do when ``written`` is False. ``size`` is the new file's, in bytes (0 for a dry run)."""
+    """What a repair did, or would do when ``written`` is False. ``size`` is the new file's, in bytes (0 for a dry
+    run).
+    """
 
     changes: tuple[Change, ...]
     report: Report
@@ -57,9 +59,10 @@ def repair(
 ) -> Outcome:
     """Write a mended copy of ``source`` to ``target``.
 
-    ``declared`` speaks for layers without a usable declaration; ``keep`` decides between a marker and header metadata that contradict
-    each other. Raises RequestError for a request that cannot be meant, Refused (nothing written) when the file cannot be mended
-    without loss; the new file appears under its name only when it is complete and passes the strict check.
+    ``declared`` speaks for layers without a usable declaration; ``keep`` decides between a marker and header metadata
+    that contradict each other. Raises RequestError for a request that cannot be meant, Refused (nothing written) when
+    the file cannot be mended without loss; the new file appears under its name only when it is complete and passes
+    the strict check.
     """
     path = check_target(target, source, overwrite=overwrite)
     with open_source(source) as (raw, header, trailing):
@@ -67,22 +70,31 @@ def repair(
         _plan(draft, declared, keep)
         report = judge(draft, shown(source))
         if report.verdict == "refused":
-            raise Refused(f"{shown(source)} cannot be mended without loss; nothing was written.", _reasons(draft, report))
+            raise Refused(
+                f"{shown(source)} cannot be mended without loss; nothing was written.", _reasons(draft, report)
+            )
         if not draft.changes:
-            raise Refused(f"{shown(source)} passes the strict check as it is: there is nothing to mend, and nothing was written.")
+            raise Refused(
+                f"{shown(source)} passes the strict check as it is: there is nothing to mend, and nothing was written."
+            )
         if dry_run:
             return Outcome(tuple(draft.changes), report, False, 0)
         with beside(path) as partial:
             size = write_pieces(partial, raw, in_file_order(draft.pieces.values()), draft.metadata, progress)
             final = check([partial], rules="strict")
             if final.verdict == "refused":
-                raise Refused("The new file did not pass the strict check; nothing was kept.", tuple(f.message for f in final.errors[:10]))
+                raise Refused(
+                    "The new file did not pass the strict check; nothing was kept.",
+                    tuple(f.message for f in final.errors[:10]),
+                )
             _unchanged(source, raw.stamp)
             check_target(target, source, overwrite=overwrite)
             try:
                 os.replace(partial, path)
             except OSError as error:
-                raise Refused(f"{shown(target)} could not be put in place: {error.strerror or error}; nothing was kept.") from error
+                raise Refused(
+                    f"{shown(target)} could not be put in place: {error.strerror or error}; nothing was kept."
+                ) from error
     return Outcome(tuple(draft.changes), final, True, size)
 
 
@@ -97,15 +109,16 @@ def _imagined(draft: Draft, label: str) -> Iterator[Checkpoint]:
     """The draft as a checkpoint that the checker can read."""
     with spooled(label) as spool:
         for piece in draft.pieces.values():
-            if piece.name.endswith(MARKER) and piece.nbytes <= MAX_MARKER:
-                spool.add(piece.name, draft.bytes_of(piece))
-            elif piece.dtype in WIDE_FLOATS and piece.nbytes <= MAX_MARKER and _is_scale(piece.name):
+            wanted = piece.name.endswith(MARKER) or (piece.dtype in WIDE_FLOATS and _is_scale(piece.name))
+            if wanted and piece.nbytes <= MAX_MARKER:
                 spool.add(piece.name, draft.bytes_of(piece))
         yield checkpoint_of(label, [spool.finish(draft.tensors().values(), draft.metadata)])
 
 
 def _is_scale(name: str) -> bool:
-    return "scale" in name.rpartition(".")[2] or name.endswith((".weight_s_channel", ".weight_codebook", ".weight_correction"))
+    return "scale" in name.rpartition(".")[2] or name.endswith(
+        (".weight_s_channel", ".weight_codebook", ".weight_correction")
+    )
 
 
 def _unchanged(source: str | os.PathLike[str], stamp: object) -> None:
@@ -194,7 +207,11 @@ def _padded_markers(draft: Draft) -> None:
         text = data.rstrip(b"\0")
         if len(text) < len(data) and isinstance(_json(text), dict) and draft.put(name, "U8", (len(text),), text):
             layer = name[: -len(MARKER)]
-            draft.note(mends.MARKER_COMPLETED, layer, f"{name_of(layer)}: {len(data) - len(text)} NUL bytes after the marker's JSON dropped")
+            draft.note(
+                mends.MARKER_COMPLETED,
+                layer,
+                f"{name_of(layer)}: {len(data) - len(text)} NUL bytes after the marker's JSON dropped",
+            )
 
 
 def _settle_conflicts(draft: Draft, keep: Keep) -> None:
@@ -211,7 +228,9 @@ def _settle_conflicts(draft: Draft, keep: Keep) -> None:
         else:
             entries[prefix] = said.markers[prefix]
     if keep == "marker" and settled:
-        mends.set_metadata_layers(draft, entries, f"{len(settled)} entries now say what the markers say: {', '.join(settled[:3])}")
+        mends.set_metadata_layers(
+            draft, entries, f"{len(settled)} entries now say what the markers say: {', '.join(settled[:3])}"
+        )
 
 
 # -- declarations by the person --------------------------------------------------------------------------------------
@@ -227,7 +246,9 @@ def _apply_declarations(draft: Draft, declared: Sequence[UserDeclaration]) -> No
     for index, entry in enumerate(declared):
         if index not in used:
             where = f" named {clean(entry.pattern)}" if entry.pattern is not None else ""
-            raise RequestError(f"--declare {entry.format}: no layer{where} lacks a declaration and has the tensors of this format.")
+            raise RequestError(
+                f"--declare {entry.format}: no layer{where} lacks a declaration and has the tensors of this format."
+            )
 
 
 def _candidates(draft: Draft, said: _Said) -> Iterator[str]:
@@ -251,13 +272,17 @@ def _declaration_for(
     for canonical, spelling in _LEGACY_SPELLINGS.items():
         if f"{prefix}.{spelling}" in tensors:
             tensors.setdefault(f"{prefix}.{canonical}", tensors[f"{prefix}.{spelling}"])
-    fitting = [(i, d) for i, d in enumerate(declared) if d.fits(prefix, tensors) and (d.names(prefix) or not unreadable)]
+    fitting = [
+        (i, d) for i, d in enumerate(declared) if d.fits(prefix, tensors) and (d.names(prefix) or not unreadable)
+    ]
     named = [(i, d) for i, d in fitting if d.names(prefix)]
     chosen = named or fitting
     if not chosen:
         return None
     if any(d.conf != chosen[0][1].conf for _, d in chosen):
-        raise RequestError(f"Layer {name_of(prefix)} fits several --declare options; say which by --declare LAYER=FORMAT.")
+        raise RequestError(
+            f"Layer {name_of(prefix)} fits several --declare options; say which by --declare LAYER=FORMAT."
+        )
     used.update(i for i, _ in chosen)
     mends.legacy_names(draft, renames)
     conf = chosen[0][1].conf
@@ -265,7 +290,10 @@ def _declaration_for(
     old = old if isinstance(old, dict) and not unreadable else {}
     for key in old.keys() & conf.keys():
         if old[key] != conf[key]:
-            raise RequestError(f"Layer {name_of(prefix)}: its marker says {key} {json.dumps(old[key])[:60]}, --declare says {json.dumps(conf[key])}.")
+            raise RequestError(
+                f"Layer {name_of(prefix)}: its marker says {key} {json.dumps(old[key])[:60]}, --declare says "
+                f"{json.dumps(conf[key])}."
+            )
     return {"format": conf["format"], **old, **conf}
 
 
@@ -273,7 +301,9 @@ def _declaration_for(
 
 
 def _standard_form(draft: Draft) -> None:
-    """Every declaration complete and in agreement, every tensor under its standard name, every scale in its standard shape and type."""
+    """Every declaration complete and in agreement, every tensor under its standard name, every scale in its standard
+    shape and type.
+    """
     said = _said(draft)
     strict, compatible = said.reports
     sound = {spec.name for spec in strict.layers}
@@ -292,7 +322,10 @@ def _standard_form(draft: Draft) -> None:
             continue
         _declare_fully(draft, said, declaration, mends.complete(declaration.conf, specs.get(prefix)), entries, touched)
     if moved or touched:
-        words = [*([f"{moved} names given the model's prefix"] if moved else []), *([f"entries completed: {', '.join(touched[:3])}"] if touched else [])]
+        words = [
+            *([f"{moved} names given the model's prefix"] if moved else []),
+            *([f"entries completed: {', '.join(touched[:3])}"] if touched else []),
+        ]
         mends.set_metadata_layers(draft, entries, "; ".join(words))
     for name in [n for n in draft.pieces if n.endswith(MARKER)]:
         prefix = name[: -len(MARKER)]
@@ -303,7 +336,12 @@ def _standard_form(draft: Draft) -> None:
 
 
 def _declare_fully(
-    draft: Draft, said: _Said, declaration: Declaration, conf: Mapping[str, Any], entries: dict[str, Any], touched: list[str]
+    draft: Draft,
+    said: _Said,
+    declaration: Declaration,
+    conf: Mapping[str, Any],
+    entries: dict[str, Any],
+    touched: list[str],
 ) -> None:
     """Bring a layer's marker and metadata entry to ``conf``; write a marker where it has neither."""
     prefix = declaration.prefix
@@ -329,7 +367,9 @@ def _rename_entries(said: _Said, entries: dict[str, Any]) -> int:
     found = [p for p, d in said.all.layers.items() if d.by == "metadata" and p not in said.entries]
     renames: dict[str, str] = {}
     for name in lost:
-        target = next((p for p in found if any(p == outer + name or name == outer + p for outer in dialects.MODEL_PREFIXES)), None)
+        target = next(
+            (p for p in found if any(p == outer + name or name == outer + p for outer in dialects.MODEL_PREFIXES)), None
+        )
         if target is not None:
             renames[name] = target
     for name, target in renames.items():
@@ -338,7 +378,9 @@ def _rename_entries(said: _Said, entries: dict[str, Any]) -> int:
 
 
 def _own_mxfp8_markers(draft: Draft, said: _Said) -> None:
-    """``quant_format: mxfp8`` claims one scale layout for the whole file; where it is another one, each layer's own marker says so."""
+    """``quant_format: mxfp8`` claims one scale layout for the whole file; where it is another one, each layer's own
+    marker says so.
+    """
     strict, compatible = said.reports
     if not said.all.global_mxfp8 or not any(fault.rule == "mxfp8.layout" for fault in strict.errors):
         return
@@ -349,5 +391,3 @@ def _own_mxfp8_markers(draft: Draft, said: _Said) -> None:
         if spec.name not in said.all.layers:
             mends.set_marker(draft, spec.name, {"format": "mxfp8"}, None, "declared by quant_format in the metadata")
     mends.drop_metadata(draft, "quant_format", "its layers have markers now")
-
-

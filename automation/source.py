@@ -1,4 +1,4 @@
-"""Opening a file that is to be mended: as strict as a check, but bytes after the last tensor are allowed and counted."""
+"""Opening a file that is to be mended: as strict as a check, but surplus bytes at the end are allowed and counted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A checkpoint that exists only in part: its header in memory, the few small tensors that a check reads in a temporary file.
+"""A checkpoint that exists only in part: its header in memory, the few small tensors that a check reads in a
+temporary file.
 
-The check opens files by path. Remote checkpoints and planned repairs have none, so markers and row scales are laid into one small file and
-the header's entries point there; weights keep sizes only and are never read.
+The check opens files by path. Remote checkpoints and planned repairs have none, so markers and row scales are laid
+into one small file and the header's entries point there; weights keep sizes only and are never read.
 """
 
 from __future__ import annotations

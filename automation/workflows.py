@@ -1,9 +1,9 @@
 """Which model files a workflow names.
 
-A workflow is one of: the API format (node id -> ``class_type``, ``inputs``), the editor's format (``nodes``, ``links``, ``definitions``), a
-body of ``POST /prompt``, or a PNG made by ComfyUI (its ``prompt`` entry is the API format of what ran). Nothing of ComfyUI is needed to
-read them. What a link computes at run time is unknown here and said so; constants behind primitives, reroutes and subgraph
-inputs are followed.
+A workflow is one of: the API format (node id -> ``class_type``, ``inputs``), the editor's format (``nodes``,
+``links``, ``definitions``), a body of ``POST /prompt``, or a PNG made by ComfyUI (its ``prompt`` entry is the API
+format of what ran). Nothing of ComfyUI is needed to read them. What a link computes at run time is unknown here and
+said so; constants behind primitives, reroutes and subgraph inputs are followed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Document:
 
 @dataclass
 class WorkflowFiles:
-    """What :func:`model_files` found. ``notes`` are full sentences; ``sources`` maps a file name to the address that the workflow gives."""
+    """What :func:`model_files` found. ``notes`` are full sentences; ``sources`` maps a file name to the address that
+    the workflow gives.
+    """
 
     references: list[FileReference] = field(default_factory=list)
     unknown: list[UnknownFile] = field(default_factory=list)
@@ -98,7 +100,8 @@ def as_workflow(content: Any, source: str) -> Document:
         if isinstance(inner, dict) and isinstance(inner.get("nodes"), list):
             return Document(source, "editor", inner)
     raise RequestError(
-        f"{source} is no ComfyUI workflow: expected nodes with a class_type (API format) or a list of nodes (the editor's format)."
+        f"{source} is no ComfyUI workflow: expected nodes with a class_type (API format) or a list of nodes (the "
+        f"editor's format)."
     )
 
 
@@ -108,7 +111,9 @@ def _is_api(content: Mapping[str, Any]) -> bool:
 
 
 def model_files(document: Document) -> WorkflowFiles:
-    """Every model file that the workflow names, in its order. Raises RequestError for a document that cannot be followed."""
+    """Every model file that the workflow names, in its order. Raises RequestError for a document that cannot be
+    followed.
+    """
     found = WorkflowFiles()
     if document.format == "api":
         _api(document.content, found)
@@ -138,7 +143,9 @@ def _collect(found: WorkflowFiles, node_id: str, row: LoaderNode, values: Mappin
     for widget, folder in row.files.items():
         value = values.get(widget, UNSET)
         if isinstance(value, Linked):
-            found.notes.append(f"Node {node_id} ({row.type}): {widget} comes from another node and is known only when it runs.")
+            found.notes.append(
+                f"Node {node_id} ({row.type}): {widget} comes from another node and is known only when it runs."
+            )
             continue
         if not isinstance(value, str) or not value or value == "None" or value in row.built_in:
             continue
@@ -203,7 +210,9 @@ def _api_value(value: Any, nodes: Mapping[str, Any]) -> Any:
 
 @dataclass
 class _Scope:
-    """One graph: the workflow itself or one instance of a subgraph. ``outside`` holds the values of the instance's inputs."""
+    """One graph: the workflow itself or one instance of a subgraph. ``outside`` holds the values of the instance's
+    inputs.
+    """
 
     nodes: dict[str, dict[str, Any]]
     links: dict[Any, tuple[str, int]]
@@ -243,7 +252,9 @@ class _Editor:
         for node_id, node in scope.nodes.items():
             self.visited += 1
             if self.visited > MAX_NODES:
-                raise RequestError(f"{self.source} unfolds to more than {MAX_NODES} nodes: its subgraphs contain each other too often.")
+                raise RequestError(
+                    f"{self.source} unfolds to more than {MAX_NODES} nodes: its subgraphs contain each other too often."
+                )
             if node.get("mode") in (MUTED, BYPASSED):
                 continue
             type_ = node.get("type")
@@ -298,7 +309,9 @@ class _Editor:
         return UNSET
 
     def _trace(self, link: Any, scope: _Scope) -> Any:
-        """The constant behind a link, through reroutes; Linked when another node computes it, Unset when nothing is there."""
+        """The constant behind a link, through reroutes; Linked when another node computes it, Unset when nothing is
+        there.
+        """
         for _ in range(MAX_NESTING):
             origin = scope.links.get(link) if isinstance(link, (int, str)) else None
             if origin is None:
@@ -325,7 +338,9 @@ def subgraph_definitions(content: Mapping[str, Any]) -> dict[str, dict[str, Any]
     """The subgraphs of an editor document by id."""
     definitions = content.get("definitions")
     listed = definitions.get("subgraphs") if isinstance(definitions, dict) else None
-    return {entry["id"]: entry for entry in _list(listed) if isinstance(entry, dict) and isinstance(entry.get("id"), str)}
+    return {
+        entry["id"]: entry for entry in _list(listed) if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    }
 
 
 def link_ends(link: Any) -> tuple[Any, str, int] | None:
@@ -342,7 +357,9 @@ def link_ends(link: Any) -> tuple[Any, str, int] | None:
 
 
 def widget_names(node: Mapping[str, Any]) -> list[str]:
-    """The names of the node's widgets, where the file lists them as inputs (frontends since 1.16 list all, older ones the converted)."""
+    """The names of the node's widgets, where the file lists them as inputs (frontends since 1.16 list all, older ones
+    the converted).
+    """
     return [
         str(entry["name"])
         for entry in _list(node.get("inputs"))
@@ -353,8 +370,8 @@ def widget_names(node: Mapping[str, Any]) -> list[str]:
 def promoted_names(node: Mapping[str, Any], definition: Mapping[str, Any]) -> list[str]:
     """The subgraph inputs whose values an instance's ``widgets_values`` hold, in order.
 
-    Frontends with ``proxyWidgets`` list them there (``-1`` names an input, another id an inner widget that keeps its own value);
-    later ones store one value for each input of the definition that ends in a widget.
+    Frontends with ``proxyWidgets`` list them there (``-1`` names an input, another id an inner widget that keeps its
+    own value); later ones store one value for each input of the definition that ends in a widget.
     """
     properties = node.get("properties")
     proxies = properties.get("proxyWidgets") if isinstance(properties, dict) else None

@@ -1,4 +1,6 @@
-"""Writing a safetensors file as a stream: bounded memory, under another name first, never half a file under the final name."""
+"""Writing a safetensors file as a stream: bounded memory, under another name first, never half a file under the final
+name.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def check_target(target: str | os.PathLike[str], source: str | os.PathLike[str],
 
 
 def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
-    """Tensors by falling element size, otherwise as they came: every tensor is then aligned, as readers that map the file want."""
+    """Tensors by falling element size, otherwise as they came: every tensor is then aligned, as readers that map the
+    file want.
+    """
     return sorted(pieces, key=lambda piece: -BITS[piece.dtype])
 
 
@@ -53,7 +57,11 @@ def header_bytes(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for piece in pieces:
-        table[piece.name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [offset, offset + piece.nbytes]}
+        table[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [offset, offset + piece.nbytes],
+        }
         offset += piece.nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
@@ -74,8 +82,12 @@ def beside(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_pieces(partial: Path, raw: RawFile, pieces: list[Piece], metadata: dict[str, str], progress: Progress | None = None) -> int:
-    """Write the file to ``partial`` and flush it to the disk; returns its size. Raises Refused when the disk or the source fails."""
+def write_pieces(
+    partial: Path, raw: RawFile, pieces: list[Piece], metadata: dict[str, str], progress: Progress | None = None
+) -> int:
+    """Write the file to ``partial`` and flush it to the disk; returns its size. Raises Refused when the disk or the
+    source fails.
+    """
     head = header_bytes(pieces, metadata)
     total = len(head) + sum(piece.nbytes for piece in pieces)
     free = shutil.disk_usage(partial.parent).free
