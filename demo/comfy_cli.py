@@ -22,9 +22,14 @@ class ComfyRunError(RuntimeError):
 
     @property
     def node_errors(self) -> dict[str, Any]:
-        """What the server answered about each node when it refused the prompt; empty for any other failure."""
+        """What the server answered about each node when it refused the prompt, by node id; empty for other failures.
+
+        comfy-cli hands the server's object on as a list whose entries hold their `node_id`.
+        """
         details = self.error.get("details")
         errors = details.get("node_errors") if isinstance(details, dict) else None
+        if isinstance(errors, list):
+            return {str(entry.get("node_id", position)): entry for position, entry in enumerate(errors)}
         return errors if isinstance(errors, dict) else {}
 
 
