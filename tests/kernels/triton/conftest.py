@@ -38,6 +38,17 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a program costs the same whatever its tile, so tests of many rows take many rows a program."""
+    if INTERPRETED:
+        from quant_loader.kernels.triton_ops import block_decode, float_quantizer, schedules, w4_decode
+
+        monkeypatch.setattr(schedules, "ROW_TILE", 1 << 16)
+        for module in (block_decode, float_quantizer, w4_decode):
+            monkeypatch.setattr(module, "ROWS", 64)
+
+
+@pytest.fixture
 def hadamard():
     """hadamard(g) = H(g), float64, from its definition: Kronecker powers of H4 over sqrt(g)."""
 
