@@ -5,6 +5,7 @@ shape.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,7 +35,13 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
         while hasattr(getattr(torch.ops, NAMESPACE), public):
             number += 1
             public = f"{name}_{number}"
-        definition = torch.library.custom_op(f"{NAMESPACE}::{public}", function, mutates_args=(), schema=schema)
+
+        @wraps(function)
+        def body(*args: Any) -> Tensor:
+            # No tokens: there is nothing to quantise, and maxima over nothing are errors.
+            return fake(*args) if 0 in args[0].shape[:-1] else function(*args)
+
+        definition = torch.library.custom_op(f"{NAMESPACE}::{public}", body, mutates_args=(), schema=schema)
         definition.register_fake(fake)
         overload: Callable[..., Tensor] = getattr(getattr(torch.ops, NAMESPACE), public).default
         return overload

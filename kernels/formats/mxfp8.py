@@ -83,7 +83,7 @@ class Mxfp8Weight(NamedTuple):
         def rows(start: int, stop: int) -> Tensor:
             scale = e8m0_to_float(untile(self.tiles, start, stop, columns))
             blocks = self.codes[start:stop].to(torch.float32).reshape(stop - start, columns, BLOCK)
-            return blocks.mul_(scale[..., None]).reshape(stop - start, -1)
+            return blocks.mul_(scale[..., None]).reshape(stop - start, self.K)
 
         return rows
 
@@ -98,7 +98,7 @@ def canonical(qweight: Tensor, block_scale: Tensor, out_features: int | None = N
 def _activation(x2: Tensor) -> Tensor:
     """The quantised activation as float32 values, block scales applied."""
     values, scale = quantize.mxfp8_values(x2)
-    return values.reshape(x2.shape[0], -1, BLOCK).mul_(scale[..., None]).reshape(x2.shape)
+    return values.reshape(x2.shape[0], x2.shape[1] // BLOCK, BLOCK).mul_(scale[..., None]).reshape(x2.shape)
 
 
 def _torch_exact(x: Tensor, w: Mxfp8Weight, bias: Tensor | None) -> Tensor:

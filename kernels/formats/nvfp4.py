@@ -93,7 +93,7 @@ class Nvfp4Weight(NamedTuple):
             scale = e4m3_to_float(untile(self.tiles, start, stop, columns))
             scale = scale if unscaled else scale * self.factor
             values = torch.index_select(table, 0, codes.reshape(-1).to(torch.int32))
-            return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, -1)
+            return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, self.K)
 
         return rows
 
@@ -133,7 +133,7 @@ def _torch_exact(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
 def _activation(x2: Tensor, ts: Tensor) -> Tensor:
     """The quantised activation as float32 values, block scales applied but not ``ts``."""
     values, block_scale = quantize.nvfp4_values(x2, ts)
-    return values.reshape(x2.shape[0], -1, BLOCK).mul_(block_scale[..., None]).reshape(x2.shape)
+    return values.reshape(x2.shape[0], x2.shape[1] // BLOCK, BLOCK).mul_(block_scale[..., None]).reshape(x2.shape)
 
 
 def _torch_native(x: Tensor, w: Nvfp4Weight, bias: Tensor | None) -> Tensor:
