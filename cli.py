@@ -63,8 +63,8 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        help="a .safetensors file, any shard of a model, its .index.json, an http(s):// or hf://owner/repo/path address, "
-        "or - for a list on standard input",
+        help="a .safetensors file, any shard of a model, its .index.json, an http(s):// or hf://owner/repo/path "
+        "address, or - for a list on standard input",
     )
     parser.add_argument("--rules", choices=("strict", "compatible"), help="which rule set decides (default: strict)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (one object per file)")
@@ -97,7 +97,7 @@ def _check(arguments: argparse.Namespace) -> int:
     for number, paths in enumerate(requests, start=1):
         if len(requests) > 1 and not arguments.json and sys.stderr.isatty():
             print(
-                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(paths[0])}", end="", file=sys.stderr, flush=True
+                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(commands.shown(paths)[0])}", end="", file=sys.stderr, flush=True
             )
         report = commands.report_on(paths, arguments.rules or "strict", getattr(arguments, "deep", False))
         if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:
@@ -106,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if arguments.json:
             reports.append(report)
         else:
-            print(_table(report, paths))
+            print(_table(report, commands.shown(paths)))
             if number < len(requests):
                 print()
     if arguments.json:

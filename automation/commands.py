@@ -83,6 +83,13 @@ def check_elsewhere(arguments: argparse.Namespace, table: Table) -> int | None:
     return answered("check", lambda a: _check_workflows(a, table))(arguments)
 
 
+def shown(paths: list[str]) -> list[str]:
+    """What may be printed of the given paths: addresses without what can hold a token."""
+    from . import addresses
+
+    return [addresses.public(path) if addresses.is_address(path) else path for path in paths]
+
+
 def report_on(paths: list[str], rules: Rules, deep: bool) -> Report:
     """The report on local files or on an address. Raises RequestError when an address cannot be read."""
     from . import addresses

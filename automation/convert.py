@@ -107,12 +107,9 @@ def _note(node_id: str, row: Replacement, values: Mapping[str, Any], result: Con
     for name, default in row.dropped.items():
         value = values.get(name, default)
         if value != default:
-            result.warnings.append(
-                f"Node {node_id}: {name} = {clean(str(value), 40)} has no counterpart in {row.new} and was left "
-                f"out; its files carry their own type."
-                if name == "weight_dtype"
-                else f"Node {node_id}: {name} = {clean(str(value), 40)} has no counterpart in {row.new}; it was left out."
-            )
+            why = "; its files carry their own type" if name == "weight_dtype" else ""
+            setting = f"{name} = {clean(str(value), 40)}"
+            result.warnings.append(f"Node {node_id}: {setting} has no counterpart in {row.new} and was left out{why}.")
 
 
 def _api_node(node_id: str, node: dict[str, Any], settings: Mapping[str, str], result: Conversion) -> None:
