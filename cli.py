@@ -97,7 +97,10 @@ def _check(arguments: argparse.Namespace) -> int:
     for number, paths in enumerate(requests, start=1):
         if len(requests) > 1 and not arguments.json and sys.stderr.isatty():
             print(
-                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(commands.shown(paths)[0])}", end="", file=sys.stderr, flush=True
+                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(commands.shown(paths)[0])}",
+                end="",
+                file=sys.stderr,
+                flush=True,
             )
         report = commands.report_on(paths, arguments.rules or "strict", getattr(arguments, "deep", False))
         if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:

@@ -193,7 +193,9 @@ def _drop_inputs(node: dict[str, Any], row: Replacement, graph: Mapping[str, Any
     places = {old: new for new, old in enumerate(kept)}
     links = graph.get("links")
     for link in links if isinstance(links, list) else []:
-        if isinstance(link, list) and len(link) >= 5 and link[3] == node.get("id"):
+        if isinstance(link, list) and len(link) >= 5 and link[3] == node.get("id") and type(link[4]) is int:
             link[4] = places.get(link[4], link[4])
-        elif isinstance(link, dict) and link.get("target_id") == node.get("id"):
-            link["target_slot"] = places.get(link.get("target_slot"), link.get("target_slot"))
+        elif (
+            isinstance(link, dict) and link.get("target_id") == node.get("id") and type(link.get("target_slot")) is int
+        ):
+            link["target_slot"] = places.get(link["target_slot"], link["target_slot"])

@@ -88,13 +88,13 @@ def model_folders(models: str | None, extra_yaml: Iterable[str] = ()) -> ModelFo
             folders.models = root / "models"
             files.extend(_yaml_of(root))
     elif not files:
-        root = installation()
-        if root is None:
+        found = installation()
+        if found is None:
             raise RequestError(
                 "No models folder is known: give it with --models DIR (ComfyUI's models folder), or set COMFYUI_PATH."
             )
-        folders.models = root / "models"
-        files.extend(_yaml_of(root))
+        folders.models = found / "models"
+        files.extend(_yaml_of(found))
     for path in files:
         _add_yaml(path, folders)
     return folders

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from email.message import Message
@@ -161,7 +161,7 @@ class RemoteBytes:
                 f"download all of it; "
                 "download the file and check it here."
             )
-        headers: Mapping[str, str] = response.headers
+        headers = response.headers
         if headers.get("Content-Encoding", "identity").lower() != "identity":
             raise RequestError(f"{self.name}: the server compresses its answers, so parts of the file cannot be read.")
         match = _CONTENT_RANGE.match(headers.get("Content-Range", ""))
