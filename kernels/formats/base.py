@@ -53,7 +53,7 @@ class Format(ABC):
 
     @abstractmethod
     def carried(self, spec: Spec, tensors: Tensors) -> Carried:
-        """The weight as INT8 rows: its own codes where it has such (``has_int8_codes``), else rotated and requantised."""
+        """The weight as INT8 rows: its own codes where ``has_int8_codes``, else rotated and requantised."""
 
     @abstractmethod
     def reference_native(self, x: Tensor, spec: Spec, tensors: Tensors) -> Tensor:

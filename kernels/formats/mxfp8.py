@@ -196,8 +196,13 @@ class Mxfp8(Format):
         EXACT,
     )
 
+    def _stored(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        check_tiled(spec.name, scale, weight.shape[0], weight.shape[1] // BLOCK)
+        return weight, scale
+
     def _weight(self, spec: Spec, tensors: Tensors) -> Mxfp8Weight:
-        return canonical(required(spec, tensors, "weight"), required(spec, tensors, "weight_scale"))
+        return canonical(*self._stored(spec, tensors))
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         w = self._weight(spec, tensors)
@@ -212,6 +217,5 @@ class Mxfp8(Format):
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
     ) -> Tensor:
-        weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
-        check_tiled(spec.name, scale, weight.shape[0], weight.shape[1] // BLOCK)
+        weight, scale = self._stored(spec, tensors)
         return _mxfp8_linear(x, weight, scale, bias, spec.shape[0], execution, backends)

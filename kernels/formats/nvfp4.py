@@ -244,10 +244,13 @@ class Nvfp4(Format):
         EXACT,
     )
 
+    def _stored(self, spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
+        check_tiled(spec.name, scale, weight.shape[0], 2 * weight.shape[1] // BLOCK)
+        return weight, scale, required(spec, tensors, "weight_scale_2"), optional(tensors, "input_scale")
+
     def _weight(self, spec: Spec, tensors: Tensors) -> Nvfp4Weight:
-        qweight, tiles = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
-        factor = required(spec, tensors, "weight_scale_2")
-        return canonical(qweight, tiles, factor, optional(tensors, "input_scale"))
+        return canonical(*self._stored(spec, tensors))
 
     def decoded(self, spec: Spec, tensors: Tensors) -> Decoded:
         w = self._weight(spec, tensors)
@@ -267,8 +270,5 @@ class Nvfp4(Format):
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
     ) -> Tensor:
-        weight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
-        check_tiled(spec.name, scale, weight.shape[0], 2 * weight.shape[1] // BLOCK)
-        factor = required(spec, tensors, "weight_scale_2")
-        static, pre = optional(tensors, "input_scale"), optional(tensors, "pre_quant_scale")
-        return _nvfp4_linear(x, weight, scale, factor, static, pre, bias, spec.shape[0], execution, backends)
+        stored, smoothing = self._stored(spec, tensors), optional(tensors, "pre_quant_scale")
+        return _nvfp4_linear(x, *stored, smoothing, bias, spec.shape[0], execution, backends)

@@ -15,7 +15,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 @dataclass
 class Layer:
-    """A quantised layer: its declaration, its tensors as in a file, and the dense weight they stand for (float64, unrotated)."""
+    """A quantised layer: its declaration, its tensors as in a file, and the dense weight they stand for (float64,
+    unrotated).
+    """
 
     spec: LayerSpec
     tensors: dict[str, torch.Tensor]
