@@ -44,6 +44,12 @@ app.registerExtension({
   setup() {
     watchFiles(panels);
     followRuns(panels);
+    settings.onPanelChange(() => {
+      panels.forEach((panel) => {
+        panel.refresh();
+        panel.draw();
+      });
+    });
     api.addEventListener("reconnected", () => panels.forEach((panel) => panel.refresh()));
   },
 

@@ -87,6 +87,8 @@ function evidence(check, group) {
 
 function groupCard(check, group) {
   const fault = evidence(check, group);
+  const message = group.message.replace(/ The same in \d+ more\.$/, ""); // the count stands above it
+  const said = (text) => !text || message.includes(text);
   const more = group.count - group.layers.length;
   return h(
     "li",
@@ -97,8 +99,9 @@ function groupCard(check, group) {
       h("b", {}, group.layers.length > 0 ? t(group.count === 1 ? "group.layer" : "group.layers", { count: group.count }) : t(`severity.${group.severity}`)),
       h("code", {}, group.rule),
     ),
-    h("p", {}, group.message),
+    h("p", {}, message),
     group.layers.length > 0 &&
+      !(group.count === 1 && message.includes(group.layers[0])) &&
       h(
         "p",
         { class: "ql-layers" },
@@ -106,7 +109,7 @@ function groupCard(check, group) {
         more > 0 && h("span", { class: "ql-muted" }, ` ${t("more.names", { count: more })}`),
       ),
     fault &&
-      (fault.expected || fault.found) &&
+      !(said(fault.expected) && said(fault.found)) &&
       h(
         "dl",
         {},
@@ -169,34 +172,20 @@ export function reportText(check, plan) {
   return lines.join("\n");
 }
 
-function offers(view, actions) {
-  const { check } = view;
-  const list = [];
-  if (check.compatible && check.compatible.verdict !== "refused") {
-    list.push(
-      h(
-        "div",
-        { class: "ql-offer" },
-        h("p", {}, t("offer.compatible")),
-        button(t("offer.compatible.button"), actions.acceptCompatible, { key: "compatible", kind: "main" }),
-      ),
-    );
-  }
-  if (check.repairable && check.repair_command) {
-    list.push(
-      h(
-        "div",
-        { class: "ql-offer" },
-        h("p", {}, t("offer.repair", { folder: check.folder })),
-        h("code", { class: "ql-command" }, check.repair_command),
-        copyButton(t("copy.command"), t("copied"), () => check.repair_command),
-      ),
-    );
-  }
-  return list;
+const compatibleAccepts = (check) => Boolean(check.compatible) && check.compatible.verdict !== "refused";
+
+function repairOffer(check) {
+  if (!check.repairable || !check.repair_command) return null;
+  return h(
+    "div",
+    { class: "ql-offer" },
+    h("p", {}, t("offer.repair", { folder: check.folder })),
+    h("code", { class: "ql-command" }, check.repair_command),
+    copyButton(t("copy.command"), t("copied"), () => check.repair_command),
+  );
 }
 
-/** The whole answer for one file. `view` holds { subject, check, plan, error, refusal }. */
+/** The whole answer for one file. `view` holds { subject, check, plan, error }. */
 export function fileView(view, actions, named) {
   const { subject, check, plan, error } = view;
   if (subject.linked) return h("p", { class: "ql-muted" }, t("state.linked"));
@@ -213,16 +202,18 @@ export function fileView(view, actions, named) {
   return [
     title,
     verdictLine(check),
-    view.refusal && check.verdict !== "refused" && h("p", { class: "ql-run-text" }, view.refusal),
     summary(check),
-    check.verdict === "refused" && offers(view, actions),
-    groupList(check),
     check.layers.length > 0 && check.verdict !== "unquantized" && byteBar(check),
     strip(check, plan),
+    compatibleAccepts(check) && h("p", { class: "ql-good" }, t("offer.compatible")),
+    groupList(check),
+    repairOffer(check),
     check.verdict === "ok" && planList(plan),
     h(
       "div",
       { class: "ql-buttons" },
+      compatibleAccepts(check) &&
+        button(t("offer.compatible.button"), actions.acceptCompatible, { key: "compatible", kind: "main" }),
       (check.layers.length > 0 || check.faults.length > 0) && button(t("table.open"), actions.openTable, { key: "table" }),
       copyButton(t("copy.text"), t("copied"), () => reportText(check, plan)),
       copyButton(t("copy.json"), t("copied"), () => JSON.stringify(check, null, 1)),

@@ -1,5 +1,6 @@
 // The panel of one node: asks the server about the node's files, keeps the answers, lays itself out in either renderer.
 
+import { app } from "../../../scripts/app.js";
 import { h, icon } from "./dom.js";
 import { fileView } from "./file_view.js";
 import { openTable } from "./layer_table.js";
@@ -29,6 +30,7 @@ export class NodePanel {
     this.entry = entry;
     this.views = new Map();
     this.ran = null;
+    this.refusal = "";
     this.height = 0;
     this.settled = false;
     this.body = h("div", { class: "ql-body" });
@@ -63,7 +65,6 @@ export class NodePanel {
       panels.delete(this);
       this.views.forEach((view) => view.abort?.abort());
     });
-    settings.onPanelChange(() => this.draw());
     if (node.graph) panels.add(this);
     // The workflow's values arrive after this call.
     queueMicrotask(() => this.refresh());
@@ -104,7 +105,7 @@ export class NodePanel {
         fetchCheck(view.subject, signal).then(({ body, tag }) => {
           if (tag === view.checkTag) return;
           Object.assign(view, { check: body, checkTag: tag, error: null });
-          if (body.verdict !== "refused") this.#clearRefusal(view);
+          this.#endRefusal();
           this.draw();
         }),
         fetchPlan(view.subject, signal).then(({ body, tag }) => {
@@ -131,24 +132,24 @@ export class NodePanel {
     }
   }
 
-  /** The text with which the server refused a run, or "" when the last run was taken. */
-  showRefusal(text) {
-    let changed = false;
-    for (const view of this.views.values()) {
-      // Several files, one text: it names the file that it means.
-      const own = text && (this.views.size === 1 || view.check?.verdict === "refused") ? text : "";
-      if ((view.refusal ?? "") === own) continue;
-      view.refusal = own;
-      changed = true;
-    }
-    if (changed) this.draw();
+  /** The text with which the server refused a run under an execution id, or "" when the last run was taken. */
+  showRefusal(text, executionId) {
+    if (this.refusal === text) return;
+    this.refusal = text;
+    this.executionId = executionId;
+    this.draw();
     if (text) this.refresh();
   }
 
-  #clearRefusal(view) {
-    if (!view.refusal) return;
-    view.refusal = "";
+  /** The refusal is over once no file of the node is refused any more: another file, other rules, a mended file. */
+  #endRefusal() {
+    const views = [...this.views.values()];
+    if (!this.refusal || views.some((view) => !view.check || view.check.verdict === "refused")) return;
+    this.refusal = "";
     this.node.has_errors = false;
+    // The frontend keeps the red frame of an error that it does not know until the next run; the cause is gone now.
+    const errors = app.lastNodeErrors;
+    if (errors && this.executionId in errors) delete errors[this.executionId];
     this.node.graph?.setDirtyCanvas?.(true, true);
   }
 
@@ -179,21 +180,24 @@ export class NodePanel {
 
   #content() {
     const views = [...this.views.values()];
-    const refusal = views.some((view) => view.refusal);
     const actionsOf = (view) => ({
       again: () => this.refresh(),
       acceptCompatible: () => chooseValue(this.node, "rules", "compatible"),
       openTable: () => openTable(view.check, view.plan),
     });
     const parts = [];
-    if (refusal) parts.push(h("div", { class: "ql-run ql-run-refused" }, icon("refused"), t("run.refused")));
+    if (this.refusal) {
+      parts.push(h("div", { class: "ql-run ql-run-refused" }, icon("refused"), t("run.refused")));
+      // The check says the same with more room; without its answer the run's own words stand.
+      if (!views.some((view) => view.check?.verdict === "refused")) parts.push(h("p", { class: "ql-run-text" }, this.refusal));
+    }
     const files = views.flatMap((view) => h("div", { class: "ql-file-view" }, fileView(view, actionsOf(view), views.length > 1)));
     if (files.length > 0) parts.push(...files);
     else if (this.entry.files.length > 0) parts.push(h("p", { class: "ql-muted" }, t("state.nothing")));
     if (this.ran) parts.push(ranView(this.ran));
     // Screen readers hear the verdict when it changes, not the whole panel.
     const verdicts = views.filter((view) => view.check).map((view) => `${view.subject.file}: ${t(`verdict.${view.check.verdict}`)}`);
-    this.#announce([refusal && t("run.refused"), ...verdicts].filter(Boolean).join(". "));
+    this.#announce([this.refusal && t("run.refused"), ...verdicts].filter(Boolean).join(". "));
     return parts;
   }
 

@@ -27,7 +27,7 @@ function report(panels, nodeErrors) {
   for (const panel of panels) {
     const found = Object.entries(nodeErrors).find(([id]) => isNode(id, panel.node));
     const text = found ? refusalText(found[1].errors ?? []) : "";
-    panel.showRefusal(text);
+    panel.showRefusal(text, found?.[0]);
     if (text) verdicts.push(text.split("\n")[0]);
   }
   if (verdicts.length === 0) return;
@@ -35,7 +35,7 @@ function report(panels, nodeErrors) {
     severity: "error",
     summary: t("toast.refused"),
     detail: verdicts.slice(0, 3).join("\n"),
-    life: 12_000,
+    life: 7_000,
   });
 }
 

@@ -7,6 +7,7 @@ const EXECUTION = "QuantLoader.DefaultExecution";
 const PANEL = "QuantLoader.ShowPanel";
 
 const listeners = new Set();
+let shown; // set by the first onChange; the store itself changes only after it
 
 export const SETTINGS = [
   {
@@ -16,7 +17,10 @@ export const SETTINGS = [
     tooltip: "The panel says whether a file is sound before you press Run. Off, the check still runs with every prompt.",
     type: "boolean",
     defaultValue: true,
-    onChange: () => listeners.forEach((listener) => listener()),
+    onChange: (visible) => {
+      shown = visible;
+      listeners.forEach((listener) => listener());
+    },
   },
   {
     id: RULES,
@@ -43,7 +47,7 @@ const value = (id) =>
 
 export const settings = {
   rules: () => value(RULES),
-  showPanel: () => value(PANEL) !== false,
+  showPanel: () => (shown ?? value(PANEL)) !== false,
   /** [widget name, value] pairs for a node that was just made. */
   defaults: () => [
     ["rules", value(RULES)],

@@ -1,0 +1,246 @@
+"""The graph editor in a real browser: Chromium, driven by Playwright, against the real server, in both renderers.
+
+Screenshots and the measured times go to `demo-output/browser`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from quant_loader.demo import fixtures, quantize, workflows
+from quant_loader.demo.paths import CACHE, OUTPUT
+from quant_loader.demo.server import ComfyServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+ARTIFACTS = OUTPUT / "browser"
+NEWEST_FRONTEND = CACHE / "frontend-newest" / "comfyui_frontend_package" / "static"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+LOADER = "QuantLoaderDiffusionModel"
+HOSTILE_LAYER = '<img src=x onerror="window.pwned=1"> & "quotes" <b>bold</b>'
+SUBFOLDER_FILE = "水彩/Модель ü 模型.safetensors"
+HOSTILE_FILE = "hostile-names.safetensors"
+MANY_FORMATS_FILE = "mixed-formats.safetensors"
+CHANGING_FILE = "changing.safetensors"
+VIEWPORT = {"width": 1440, "height": 900}
+PATIENCE = 20_000  # milliseconds; the page itself needs seconds on a small machine
+
+
+class Editor:
+    """One open page of the graph editor."""
+
+    def __init__(self, page: Page, server: ComfyServer, renderer: str) -> None:
+        self.page = page
+        self.server = server
+        self.renderer = renderer
+        self.errors: list[str] = []
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def open(self) -> None:
+        self.page.goto(self.server.address)
+        self.page.wait_for_function("window.app?.canvas && window.app.graph && window.app.extensionManager?.setting")
+        # The frontend opens its default workflow when it is ready; a graph made before that would be replaced.
+        self.page.wait_for_function("app.isGraphReady !== false && app.graph.nodes.length > 0")
+
+    def clear(self) -> None:
+        """An empty graph, no dialog, no toast, nothing queued."""
+        self.page.evaluate(
+            """() => {
+              document.querySelectorAll('dialog[open]').forEach((dialog) => dialog.close());
+              app.extensionManager.toast.removeAll?.();
+              // Values of widgets are kept by node id: a used id must not come back.
+              const last = app.graph.last_node_id;
+              app.graph.clear();
+              app.graph.last_node_id = last;
+              app.canvas.ds.offset = [80, 70];
+              app.canvas.ds.scale = 1;
+              app.canvas.setDirty(true, true);
+            }"""
+        )
+
+    def add(self, file: str | None = None, width: int = 340, position: tuple[int, int] = (40, 40)) -> int:
+        """Adds our loader as a user does, with its panel, and picks a file; returns the node's id."""
+        node = self.page.evaluate(
+            """([type, width, position]) => {
+              const node = LiteGraph.createNode(type);
+              node.pos = position;
+              node.size = [width, 120];
+              app.graph.add(node);
+              return node.id;
+            }""",
+            [LOADER, width, list(position)],
+        )
+        if file is not None:
+            self.choose("model_name", file, node)
+        return int(node)
+
+    def choose(self, widget: str, value: str, node: int | None = None) -> None:
+        """Sets a combo as its menu does: the value, then its callback."""
+        self.page.evaluate(
+            """([id, name, value]) => {
+              const ours = (n) => (id === null ? n.type.startsWith('QuantLoader') : n.id === id);
+              const widget = app.graph.nodes.find(ours).widgets.find((w) => w.name === name);
+              widget.value = value;
+              widget.callback?.(value);
+            }""",
+            [node, widget, value],
+        )
+
+    def value(self, widget: str) -> Any:
+        return self.page.evaluate(
+            """(name) => app.graph.nodes.find((n) => n.type.startsWith('QuantLoader'))
+              .widgets.find((w) => w.name === name).value""",
+            widget,
+        )
+
+    def load(self, workflow: dict[str, Any]) -> None:
+        """Opens a workflow in API format."""
+        self.page.evaluate("async (workflow) => { await app.loadApiJson(workflow, 'test.json'); }", workflow)
+
+    def run(self) -> None:
+        self.page.evaluate("() => app.queuePrompt(0, 1)")
+
+    def setting(self, name: str, value: Any) -> None:
+        self.page.evaluate("async ([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
+
+    def panel(self) -> Locator:
+        return self.page.locator(".ql-panel").first
+
+    def verdict(self, verdict: str) -> Locator:
+        """The verdict line, once the panel shows this verdict."""
+        line = self.page.locator(f".ql-panel .ql-verdict-{verdict}").first
+        line.wait_for()
+        return line
+
+    def shot(self, name: str) -> Path:
+        ARTIFACTS.mkdir(parents=True, exist_ok=True)
+        path = ARTIFACTS / f"{name}-{self.renderer}.png"
+        self.page.screenshot(path=path)
+        return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium. Absent, the tests fail: a skipped test of what users see is no test."""
+    executable = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if executable is None:
+        pytest.fail("No Chromium: run `apt-get install -y chromium`, or name one with CHROMIUM=/path/to/chromium.")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.fail("No Playwright: run `pip install playwright` (its own browsers are not needed).")
+    with sync_playwright() as playwright:
+        # A fresh profile in a temporary folder is Playwright's default.
+        browser = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def panel_files(unstarted: ComfyServer, tensors: quantize.Tensors) -> Path:
+    """Files that only the panel's tests need; returns their folder."""
+    folder = unstarted.models("diffusion_models")
+    packed, metadata = quantize.quantize(tensors, "int8_row")
+    (folder / SUBFOLDER_FILE).parent.mkdir(exist_ok=True)
+    quantize.save(folder / SUBFOLDER_FILE, packed, metadata)
+    victim = fixtures.BROKEN_LAYERS[0]
+    hostile = {name.replace(victim, HOSTILE_LAYER): tensor for name, tensor in packed.items()}
+    quantize.save(folder / HOSTILE_FILE, quantize.half_scale(hostile, HOSTILE_LAYER), metadata)
+    mixed = dict(packed)
+    for quantizer, part in (("nvfp4", "img_mlp"), ("fp8", "single_blocks"), ("convrot_w4a4", "txt_mlp")):
+        other = quantize.quantize(tensors, quantizer)[0]
+        mixed = {k: v for k, v in mixed.items() if part not in k} | {k: v for k, v in other.items() if part in k}
+    quantize.save(folder / MANY_FORMATS_FILE, mixed, metadata)
+    quantize.save(folder / CHANGING_FILE, packed, metadata)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def open_editor(browser: Browser, panel_files: Path) -> Iterator[Callable[..., Editor]]:
+    """Opens the editor of a server in a renderer."""
+    contexts = []
+
+    def make(server: ComfyServer, renderer: str, **settings: Any) -> Editor:
+        chosen = {
+            "Comfy.TutorialCompleted": True,
+            "Comfy.VueNodes.Enabled": renderer == "nodes2",
+            "Comfy.ColorPalette": "dark",
+            "Comfy.Locale": "en",
+            "Comfy.Graph.CanvasInfo": False,
+            "Comfy.Minimap.Visible": False,
+            **settings,
+        }
+        for name, value in chosen.items():
+            server.client.post(f"/settings/{name}", value)
+        context = browser.new_context(viewport=VIEWPORT)
+        contexts.append(context)
+        editor = Editor(context.new_page(), server, renderer)
+        editor.open()
+        return editor
+
+    yield make
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module", params=["classic", "nodes2"])
+def page_in_renderer(request: pytest.FixtureRequest, open_editor: Callable[..., Editor], server: ComfyServer) -> Editor:
+    return open_editor(server, request.param)
+
+
+@pytest.fixture
+def editor(page_in_renderer: Editor) -> Iterator[Editor]:
+    """An empty graph in the installed frontend, once per renderer."""
+    page_in_renderer.clear()
+    page_in_renderer.errors.clear()
+    yield page_in_renderer
+    assert page_in_renderer.errors == [], "the page raised errors"
+
+
+@pytest.fixture(scope="session")
+def newest_server(server: ComfyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A second server over the same models that serves the newest frontend on PyPI."""
+    if not (NEWEST_FRONTEND / "index.html").is_file():
+        pytest.fail(
+            "No newest frontend: run `pip install --no-deps --target .cache/frontend-newest comfyui-frontend-package`."
+        )
+    base = tmp_path_factory.mktemp("comfyui-newest")
+    (base / "models").symlink_to(server.base / "models", target_is_directory=True)
+    with ComfyServer(base, extra_arguments=("--front-end-root", str(NEWEST_FRONTEND))) as newest:
+        yield newest
+
+
+@pytest.fixture
+def text_to_image() -> Callable[..., dict[str, Any]]:
+    """The demo's workflow around our loader, in API format."""
+    return lambda file, **inputs: workflows.text_to_image(workflows.quant_loader(file, **inputs), prefix="browser/run")
+
+
+@pytest.fixture(scope="session")
+def record_times() -> Iterator[Callable[[str, list[float]], None]]:
+    """Keeps measured milliseconds by name and writes them beside the screenshots."""
+    times: dict[str, list[float]] = {}
+
+    def record(name: str, milliseconds: list[float]) -> None:
+        times[name] = [round(value, 1) for value in milliseconds]
+
+    yield record
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    (ARTIFACTS / "times.json").write_text(json.dumps(times, indent=1), encoding="utf-8")
