@@ -3,7 +3,7 @@
 from .catalogue import RULES, Rule
 from .checker import check
 from .files import Checkpoint, open_checkpoint
-from .header import Header, HeaderError, TensorInfo, read_header
+from .header import Header, HeaderError, TensorInfo, read_header, read_tensor
 from .report import Fault, Group, LayerSpec, Report
 from .summary import verdict_text
 
@@ -21,5 +21,6 @@ __all__ = [
     "check",
     "open_checkpoint",
     "read_header",
+    "read_tensor",
     "verdict_text",
 ]

@@ -259,6 +259,13 @@ _ROWS: tuple[Rule, ...] = (
         "No tool writes this: the file is damaged or hostile. " + REDOWNLOAD,
     ),
     Rule(
+        "extra.meta.size",
+        "error",
+        "oversized metadata",
+        "The file's _quantization_metadata has far too many entries ({found}).",
+        "No tool writes this: the file is damaged or hostile. " + REDOWNLOAD,
+    ),
+    Rule(
         "extra.meta.duplicate_key",
         "error",
         "a metadata key twice",
@@ -898,6 +905,97 @@ _ROWS: tuple[Rule, ...] = (
         "Quanto tensors without a declaration",
         "Layer {layer} is stored as Quanto does ({found}), but the file does not declare the format.",
         "The file's metadata was lost in a conversion: get the original file.",
+    ),
+    # -- the deep check -----------------------------------------------------------------------------------------------
+    Rule(
+        "extra.deep.block_scale",
+        "error",
+        "NaN or negative block scales",
+        "Layer {layer} holds block scales that are no scales: {found}; expected {expected}.",
+        "The file is damaged. " + REDOWNLOAD,
+        "No quantiser writes a NaN or negative block scale; one NaN makes a whole picture black.",
+    ),
+    Rule(
+        "extra.deep.zeros",
+        "error",
+        "weights overwritten with zeros",
+        "The data of {tensor} is partly missing: {found}.",
+        "A download or copy was cut short: " + REDOWNLOAD[0].lower() + REDOWNLOAD[1:],
+        "A preallocated file keeps its full size while pieces of it were never written; it loads, and those weights are zero.",
+    ),
+    Rule(
+        "extra.deep.zero_weight",
+        "warning",
+        "zeros where weights are expected",
+        "The data of {tensor} may be missing: {found}.",
+        "If the picture is wrong, the download was cut short: " + REDOWNLOAD[0].lower() + REDOWNLOAD[1:],
+    ),
+    Rule(
+        "extra.deep.code_nan",
+        "error",
+        "weights that are no numbers",
+        "Layer {layer} holds weights that are no numbers: {found}.",
+        "The file is damaged or was converted from a damaged one. " + REDOWNLOAD,
+        "One NaN weight makes a whole picture black.",
+    ),
+    Rule(
+        "extra.deep.int8_min",
+        "notice",
+        "INT8 codes of -128",
+        "Layer {layer} holds the INT8 code -128: {found}; quantisers of this format write {expected}.",
+        "Nothing needs to be done unless the picture is wrong: then the weights may be of another kind than declared.",
+    ),
+    Rule(
+        "extra.deep.int4_min",
+        "warning",
+        "4-bit codes of -8",
+        "Layer {layer} holds the 4-bit code -8: {found}; quantisers of this format write {expected}.",
+        "If the picture is wrong, the codes may be of another format (for example unsigned): "
+        + REEXPORT[0].lower()
+        + REEXPORT[1:],
+    ),
+    Rule(
+        "extra.deep.rotation",
+        "warning",
+        "weights that do not look as declared: rotation",
+        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is {c_better} read so and "
+        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not a proof.",
+        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you know with `quant-loader repair FILE --declare`.",
+        "A layer whose rotation is not what its marker says gives noise without any error.",
+    ),
+    Rule(
+        "extra.deep.rotation_size",
+        "warning",
+        "weights that do not look as declared: rotation size",
+        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is {c_better} read so and "
+        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not a proof.",
+        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you know with `quant-loader repair FILE --declare`.",
+        "Undoing a rotation with another group size leaves the weights mixed.",
+    ),
+    Rule(
+        "extra.deep.nibble_order",
+        "warning",
+        "weights that do not look as declared: order of 4-bit codes",
+        "The {format} layers look as if their 4-bit codes were stored with {found}; the format has {expected}. {against} of {count} signs that can "
+        "tell say so, together {total} standard deviations. This is an indication, not a proof.",
+        "If the picture is noise, the file was packed for another program. " + REEXPORT,
+        "With the two codes of each byte exchanged, every pair of inputs is exchanged.",
+    ),
+    Rule(
+        "extra.deep.scale_layout",
+        "warning",
+        "weights that do not look as declared: order of block scales",
+        "Layer {layer} looks as if its block scales were stored {found}; kernels read them in {expected}. The sizes of {blocks} sampled blocks "
+        "scatter by 2^{plain} read row by row and by 2^{declared} as kernels read them. This is an indication, not a proof.",
+        "If the picture is noisy or blurred, the file was written for another program. " + REEXPORT,
+        "Each block then gets another block's scale: pictures are worse or noise, without any error.",
+    ),
+    Rule(
+        "extra.deep.partial",
+        "notice",
+        "deep check cut short",
+        "The deep check stopped after {expected}: {found} layers were looked at.",
+        "Check the file on a faster disk to have all layers looked at.",
     ),
     # -- what compatible understood ----------------------------------------------------------------------------------
     Rule(

@@ -11,9 +11,9 @@ from .catalogue import DECLARE, REEXPORT
 from .declarations import MARKER, Declaration, Declarations
 from .files import Checkpoint, as_paths, load
 from .findings import Findings
-from .formats import FORMATS, mxfp8, quanto
+from .formats import FORMATS, Format, mxfp8, quanto
 from .header import TensorInfo
-from .layer import SCALE_SUFFIXES, Layer, Read, Understood
+from .layer import SCALE_SUFFIXES, Layer, Read, Understood, typed
 from .report import LayerSpec, Report, Rules
 from .summary import summarise
 from .values import check_values
@@ -25,6 +25,8 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 MARKED_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
 """A ``*.weight`` of these types means nothing without a declaration."""
 _PART_SUFFIXES = frozenset({"weight", *SCALE_SUFFIXES})
+_EMBEDDINGS = ("embed_tokens", "token_embedding", "token_embd", "word_embeddings", "wte", "shared")
+"""Module names that are embedding tables in the text encoders in use: rows are looked up, not multiplied."""
 _UNUSED_IS_HARMLESS = frozenset({"input_scale", "scale_input"})
 
 
@@ -74,7 +76,7 @@ def _run(
         from .deep import deep_check
 
         deep_check(checkpoint, run.specs, findings)
-    if rules == "strict" and findings.refused and not loading.refused:
+    if rules == "strict" and findings.refused and not loading.refused and not findings.dropped:
         other = _Check(checkpoint, loading.copy(), True, _renamer(rename), values)
         other.everything()
         if not other.findings.refused:
@@ -229,6 +231,9 @@ class _Check:
                 )
                 if prefix not in declared.layers:
                     declared.broken.add(prefix)
+            elif wrong is not None:
+                understood = f"MXFP8 scales {typed(scale)} read as ComfyUI stores them" if scale else ""
+                self.findings.add("extra.dialect", layer=prefix, found=understood, variant="mxfp8 scales")
             if prefix not in declared.layers and prefix not in declared.broken:
                 note = ("declared by quant_format in the metadata",)
                 declared.layers[prefix] = Declaration(
@@ -247,6 +252,10 @@ class _Check:
                 return
         for prefix in sorted(bare):
             self.suspects.add(prefix)
+            declared.broken.add(prefix)
+            if self.findings.full:
+                self.findings.add("marker.missing", layer=prefix)
+                continue
             weight = self.tensors[f"{prefix}.weight"]
             look = _looks_like(self.parts[prefix])
             self.findings.add(
@@ -258,7 +267,6 @@ class _Check:
                 look=f", though it looks like {look}" if look else "",
                 variant=look,
             )
-            declared.broken.add(prefix)
 
     def _layers(self, declared: Declarations) -> dict[str, Set[str]]:
         """Judge every declared layer; returns the tensor suffixes that each one's format uses.
@@ -313,15 +321,7 @@ class _Check:
         layer.notes.extend(declaration.notes)
         missing = [suffix for suffix in known.required if layer.tensor(suffix) is None]
         if missing:
-            rule = "layer.missing_tensors" if known.reference else "extra.layer.missing_tensors"
-            layer.fault(
-                rule,
-                expected=listing(list(known.required)),
-                found=listing(missing),
-                format=known.name,
-                remedy=self._missing_remedy(prefix, missing),
-                variant="ghost" if "weight" in missing else "",
-            )
+            self._missing(layer, known, missing)
             declared.broken.add(prefix)
             return layer, None
         weight = layer.need("weight")
@@ -330,16 +330,30 @@ class _Check:
         understood = known.check(layer)
         return layer, understood if layer.sound else None
 
+    def _missing(self, layer: Layer, known: Format, missing: list[str]) -> None:
+        rule = "layer.missing_tensors" if known.reference else "extra.layer.missing_tensors"
+        variant = "ghost" if "weight" in missing else ""
+        if self.findings.full:
+            layer.fault(rule, variant=variant, format=known.name)
+            return
+        layer.fault(
+            rule,
+            expected=listing(list(known.required)),
+            found=listing(missing),
+            format=known.name,
+            remedy=self._missing_remedy(layer.prefix, missing),
+            variant=variant,
+        )
+
     def _missing_remedy(self, prefix: str, missing: list[str]) -> str:
         if "weight" not in missing:
             return "The scales were lost in a conversion, or a shard is missing. " + REEXPORT
         for outer in dialects.MODEL_PREFIXES:
-            if f"{outer}{prefix}.weight" in self.tensors or (
-                prefix.startswith(outer) and f"{prefix[len(outer) :]}.weight" in self.tensors
-            ):
+            shorter = prefix.removeprefix(outer)
+            if f"{outer}{prefix}.weight" in self.tensors or (shorter != prefix and f"{shorter}.weight" in self.tensors):
                 return "The declared names lack the model prefix, or have one too many: try rules = compatible."
         return (
-            "The declaration names a layer that is not in the file: a shard is missing, or the names were changed. "
+            "The declaration names a layer that is not in the file: a shard is missing, or names were changed. "
             + REEXPORT
         )
 
@@ -450,10 +464,10 @@ class _Kind:
         self.bytes = sum(layer.parts[suffix].nbytes for _, suffix in self.suffixes)
 
     def spec(self, name: str, parts: Mapping[str, TensorInfo]) -> LayerSpec:
+        """The layer of this name; its tensors have the kind's dtypes and shapes."""
         tensors = {canonical: parts[suffix].name for canonical, suffix in self.suffixes}
-        return LayerSpec(
-            name, self.format, self.shape, self.bytes, self.by, self.annotations.copy(), self.notes, tensors
-        )
+        notes = (*self.notes, "embedding table") if name.endswith(_EMBEDDINGS) else self.notes
+        return LayerSpec(name, self.format, self.shape, self.bytes, self.by, self.annotations.copy(), notes, tensors)
 
 
 def _annotations(declaration: Mapping[str, Any], derived: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from .catalogue import REDOWNLOAD, REEXPORT
 from .files import Checkpoint
 from .findings import Findings
-from .header import Header, HeaderError, RawFile, TensorInfo, open_raw
+from .header import MAX_CONTAINERS, Header, HeaderError, RawFile, TensorInfo, open_raw
 from .layer import same
 from .report import DeclaredBy
 from .words import clean, conf, show
@@ -91,33 +91,20 @@ class _DuplicateKeys:
         return result
 
 
-def too_deep(text: str | bytes) -> bool:
-    """Whether a JSON text nests deeper than any reader's stack allows; linear, and only counted when brackets
-    abound.
-    """
-    if isinstance(text, str):
-        text = text.encode("utf-8", "surrogatepass")
-    if text.count(b"[") + text.count(b"{") < MAX_DEPTH:
-        return False
-    depth = 0
-    in_string = escaped = False
-    for byte in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in (0x5B, 0x7B):
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif byte in (0x5D, 0x7D):
-            depth -= 1
-    return False
+def too_deep(value: Any) -> bool:
+    """Whether a parsed JSON value nests deeper than ``MAX_DEPTH``: what compares, copies or prints it could overflow the stack."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(child for child in item.values() if isinstance(child, (dict, list)))
+            elif isinstance(item, list):
+                below.extend(child for child in item if isinstance(child, (dict, list)))
+        if not below:
+            return False
+        level = below
+    return True
 
 
 def has_big_integer(error: ValueError) -> bool:
@@ -150,11 +137,13 @@ def collect(checkpoint: Checkpoint, findings: Findings, *, compatible: bool) -> 
 def _metadata(text: str, where: str, out: Declarations, findings: Findings, compatible: bool) -> None:
     duplicates = _DuplicateKeys()
     out.metadata_broken = True
-    if too_deep(text):
-        findings.add("crash.meta.recursion")
+    if text.count("{") + text.count("[") > MAX_CONTAINERS:  # braces can hide from the header's own limit as escapes
+        findings.add("extra.meta.size", found=f"{len(text)} characters")
         return
     try:
         document = json.loads(text, object_pairs_hook=duplicates)
+        if too_deep(document):
+            raise RecursionError
     except RecursionError:
         findings.add("crash.meta.recursion")
         return
@@ -259,10 +248,9 @@ def _marker(
 def _parse_marker(data: bytes) -> tuple[Any, str | None] | str:
     """The JSON value and its first duplicate key; or a ``crash.*`` rule id; or what is wrong, in words."""
     duplicates = _DuplicateKeys()
-    if too_deep(data):
-        return "crash.marker.recursion"
     try:
-        return json.loads(data, object_pairs_hook=duplicates), duplicates.first
+        value = json.loads(data, object_pairs_hook=duplicates)
+        return "crash.marker.recursion" if too_deep(value) else (value, duplicates.first)
     except RecursionError:
         return "crash.marker.recursion"
     except ValueError as error:
@@ -309,7 +297,11 @@ def _report_bad_markers(
             name = declaration.conf.get("format")
             if marker is not None and isinstance(name, str):
                 lengths.setdefault(marker.nbytes, clean(name, 40))
+    out.broken.update(item.prefix for item in bad)
     for item in bad:
+        if findings.full:
+            findings.add("marker.json", layer=item.prefix, variant=item.reason)
+            continue
         weight = checkpoint.tensors.get(f"{item.prefix}.weight")
         if compatible and weight is not None and _unquantised(item.prefix, weight, checkpoint):
             findings.add(
@@ -318,8 +310,8 @@ def _report_bad_markers(
                 found=f"unreadable marker ({item.reason}) ignored: the weight is {weight.dtype} and has no scales",
                 variant="ignored marker",
             )
+            out.broken.discard(item.prefix)
             continue
-        out.broken.add(item.prefix)
         size = len(item.data)
         found = {
             "empty": "empty",

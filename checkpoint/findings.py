@@ -8,7 +8,8 @@ from .catalogue import RULES
 from .report import Fault, Group, Severity
 from .words import clean, name_of
 
-MAX_FAULTS = 20_000
+MAX_FAULTS = 5_000
+"""Faults listed one by one; further ones are counted in their groups."""
 GROUP_NAMES = 3
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
 
@@ -57,6 +58,13 @@ class Findings:
         rule's own templates.
         """
         row = RULES[rule]
+        if row.severity == "error" and layer is not None:
+            self.faulty_layers.add(layer)
+        pile = self._piles.get((rule, variant))
+        if pile is not None and len(self._faults) >= MAX_FAULTS:
+            pile.count += 1
+            self.dropped += 1
+            return
         blanks = {
             "layer": name_of(layer) if layer is not None else "",
             "tensor": clean(tensor) if tensor is not None else "",
@@ -68,9 +76,6 @@ class Findings:
         }
         message = row.message.format_map(blanks)
         fix = row.fix.format_map(blanks).strip()
-        if row.severity == "error" and layer is not None:
-            self.faulty_layers.add(layer)
-        pile = self._piles.get((rule, variant))
         if pile is None:
             pile = self._piles[(rule, variant)] = _Pile(rule, row.severity, message, fix)
         pile.count += 1
@@ -96,6 +101,11 @@ class Findings:
     def has(self, *rules: str) -> bool:
         """Whether any of these rules was broken."""
         return any(rule in rules for rule, _ in self._piles)
+
+    @property
+    def full(self) -> bool:
+        """Whether further faults are only counted (unless they are the first of their kind): words for them need not be found."""
+        return len(self._faults) >= MAX_FAULTS
 
     @property
     def refused(self) -> bool:

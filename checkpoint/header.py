@@ -22,8 +22,11 @@ MAX_HEADER = 16 << 20
 """Largest header we read, in bytes. The largest published checkpoints stay under 1 MB."""
 FORMAT_MAX_HEADER = 100_000_000
 """The limit of the safetensors format itself."""
-MAX_CONTAINERS = 1_100_000
-MAX_COMMAS = 2_500_000
+MAX_TENSORS = 50_000
+"""More tensors than any checkpoint has (the largest published ones have about 5,000)."""
+MAX_CONTAINERS = 200_000
+MAX_COMMAS = 500_000
+"""What a header of ``MAX_TENSORS`` tensors needs, counted in the raw text before any object is built from it."""
 MAX_RANK = 32
 _MAX_DIM = 1 << 63
 
@@ -164,6 +167,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return read_open(raw)
 
 
+def read_tensor(tensor: TensorInfo) -> bytes:
+    """The raw bytes of one tensor, for the small ones a tool needs. Raises :class:`HeaderError` when the file
+    changed.
+    """
+    with open_raw(tensor.path) as raw:
+        return raw.read_at(tensor.start, tensor.nbytes)
+
+
 def _damaged(detail: str, tensor: str | None = None) -> NoReturn:
     raise HeaderError("crash.file", detail, tensor=tensor)
 
@@ -188,13 +199,17 @@ def read_open(raw: RawFile) -> Header:
     if text.count(b"{") + text.count(b"[") > MAX_CONTAINERS or text.count(b",") > MAX_COMMAS:
         raise HeaderError(
             "extra.file.header_size",
-            "a header with millions of entries",
-            expected=f"at most {MAX_CONTAINERS} objects and lists",
+            "a header with far too many entries",
+            expected=f"at most {MAX_TENSORS} tensors",
         )
     document = _parse(text)
+    if len(document) > MAX_TENSORS:
+        raise HeaderError(
+            "extra.file.header_size", f"a header of {len(document)} tensors", expected=f"at most {MAX_TENSORS} tensors"
+        )
     duplicates: tuple[str, ...] = ()
     metadata = _metadata(document.pop("__metadata__", None))
-    if text.count(b'"dtype"') != len(document):
+    if any(text.count(field) != len(document) for field in (b'"dtype"', b'"shape"', b'"data_offsets"')):
         duplicates = _duplicates(text)
     tensors = _tensors(document, start, size, raw.path)
     return Header(raw.path, raw.stamp, start, tensors, metadata, duplicates)
@@ -232,12 +247,14 @@ def _no_lone_surrogates(document: dict[str, Any]) -> None:
 
 
 def _duplicates(text: bytes) -> tuple[str, ...]:
-    """Names that occur twice at the top level (JSON keeps the last without a word)."""
+    """Tensor names that occur twice (JSON keeps the last without a word). A doubled field inside an entry is damage."""
     found: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
         if len(result) != len(items):
+            if "dtype" in result:
+                _damaged("an entry of the header has a field twice")
             seen: set[str] = set()
             for key, value in items:
                 if key in seen and isinstance(value, dict):

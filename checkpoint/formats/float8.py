@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import WIDE_FLOATS, count
-from ..header import TensorInfo
+from ..dtypes import WIDE_FLOATS, count, decode
+from ..header import TensorInfo, read_tensor
 from ..layer import Layer, Understood, look, typed
 from ..words import dims
 from .base import Format
@@ -33,6 +33,9 @@ def _check(layer: Layer, name: str) -> Understood | None:
     given = layer.tensor("input_scale")
     if given is not None:
         _input_scale(layer, given)
+    if given is not None and layer.sound and layer.aliases and _is_one(given):
+        layer.notes.append("scale_input 1: no activation scale")
+        given = None
     layer.no_rotation("FP8")
     full_precision = layer.full_precision()
     layer.nested_params({"convrot": False})
@@ -76,6 +79,11 @@ def _input_scale(layer: Layer, given: TensorInfo) -> None:
         layer.fault("extra.fp8.input_scale", tensor=given.name, expected="one F32 value", found=typed(given))
     elif given.dtype != "F32":
         layer.remark("extra.fp8.scale_narrow", tensor="input_scale", expected="F32", found=given.dtype)
+
+
+def _is_one(scalar: TensorInfo) -> bool:
+    """Legacy files write an activation scale of exactly one for "none"."""
+    return bool(decode(scalar.dtype, read_tensor(scalar))[0] == 1.0)
 
 
 def check_e4m3(layer: Layer) -> Understood | None:

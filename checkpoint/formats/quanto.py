@@ -81,10 +81,9 @@ def _read_map(metadata: Mapping[str, str], findings: Findings) -> dict[str, dict
         return None
     try:
         raw = base64.b64decode(text.encode("ascii"), validate=True).decode("utf-8")
-        if too_deep(raw):
-            findings.add("crash.quanto.recursion")
-            return None
         document = json.loads(raw)
+        if too_deep(document):
+            raise RecursionError
     except RecursionError:
         findings.add("crash.quanto.recursion")
         return None
