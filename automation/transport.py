@@ -33,6 +33,8 @@ JOIN_GAP = 64 << 10
 """Ranges closer than this are fetched together: a request costs more than 64 KB."""
 MAX_JOINED = 8 << 20
 TRIES = 4
+PAUSE = 0.2
+"""Seconds before the second try; doubled for each further one."""
 WORKERS = 8
 _PIECE = 64 << 10
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})\Z")
@@ -114,7 +116,7 @@ class RemoteBytes:
         reason = ""
         for attempt in range(TRIES):
             if attempt:
-                time.sleep(min(0.2 * 2**attempt, max(self._end - time.monotonic(), 0.0)))
+                time.sleep(min(PAUSE * 2 ** (attempt - 1), max(self._end - time.monotonic(), 0.0)))
             if time.monotonic() >= self._end:
                 raise RequestError(
                     f"{self.name} did not answer within {self.deadline:.0f} s{f' ({reason})' if reason else ''}."

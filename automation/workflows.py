@@ -18,7 +18,7 @@ from .documents import is_png, parse_json, png_texts, read_bytes, shown
 from .errors import RequestError
 from .loader_nodes import LOADERS, LoaderNode, looks_like_model
 
-MAX_NODES = 100_000
+MAX_NODES = 20_000
 """Most nodes we visit, subgraph instances counted each time."""
 MAX_NESTING = 32
 MUTED, BYPASSED = 2, 4
@@ -107,7 +107,7 @@ def as_workflow(content: Any, source: str) -> Document:
 
 def _is_api(content: Mapping[str, Any]) -> bool:
     nodes = [value for value in content.values() if isinstance(value, dict)]
-    return bool(nodes) and all("class_type" in node for node in nodes)
+    return any(isinstance(node.get("class_type"), str) for node in nodes)
 
 
 def model_files(document: Document) -> WorkflowFiles:
@@ -166,10 +166,10 @@ def _sources(content: Any, sources: dict[str, str]) -> None:
     if isinstance(definitions, dict) and isinstance(definitions.get("subgraphs"), list):
         groups.extend(definitions["subgraphs"])
     for group in groups:
-        for node in group.get("nodes") or [] if isinstance(group, dict) else []:
+        for node in _list(group.get("nodes")) if isinstance(group, dict) else []:
             properties = node.get("properties") if isinstance(node, dict) else None
             models = properties.get("models") if isinstance(properties, dict) else None
-            for model in models if isinstance(models, list) else []:
+            for model in _list(models):
                 if isinstance(model, dict) and isinstance(model.get("name"), str) and isinstance(model.get("url"), str):
                     sources.setdefault(model["name"], clean(model["url"], 300))
 

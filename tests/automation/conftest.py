@@ -1,4 +1,4 @@
-"""Small checkpoint files written byte by byte, independent of the code under test, and the command line as a user runs it."""
+"""Small checkpoint files written byte by byte, independent of the code under test; and the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def noise(dtype: str, *shape: int, seed: int = 1) -> T:
     if dtype == "F32":
         return T(dtype, shape, random.uniform(-0.5, 0.5, count).astype("<f4").tobytes())
     if dtype == "BF16":
-        return T(dtype, shape, (random.uniform(-0.5, 0.5, count).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes())
+        return T(
+            dtype, shape, (random.uniform(-0.5, 0.5, count).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        )
     if dtype == "F8_E4M3":
         return T(dtype, shape, random.choice([0x28, 0x30, 0x34, 0xB0], count).astype(np.uint8).tobytes())
     return T(dtype, shape, random.integers(1, 127, count).astype(np.uint8).tobytes())
@@ -57,7 +59,9 @@ def marker(conf: dict | bytes) -> T:
     return T("U8", (len(data),), data)
 
 
-def int8(layer: str, conf: dict | bytes | None = CONVROT, weight_scale: T | None = None, N: int = 256, K: int = 256) -> dict[str, T]:
+def int8(
+    layer: str, conf: dict | bytes | None = CONVROT, weight_scale: T | None = None, N: int = 256, K: int = 256
+) -> dict[str, T]:
     tensors = {f"{layer}.weight": noise("I8", N, K), f"{layer}.weight_scale": weight_scale or scale("F32", N, 1)}
     return tensors if conf is None else {**tensors, f"{layer}.comfy_quant": marker(conf)}
 
@@ -95,19 +99,29 @@ def read(path: Path) -> Written:
     meta = header.pop("__metadata__", {})
     start = 8 + size
     tensors = {
-        name: T(entry["dtype"], tuple(entry["shape"]), raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
+        name: T(
+            entry["dtype"],
+            tuple(entry["shape"]),
+            raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]],
+        )
         for name, entry in header.items()
     }
     assert sum(len(tensor.data) for tensor in tensors.values()) == len(raw) - start
     return Written(meta, tensors)
 
 
-def write(path: Path, tensors: dict[str, T], meta: dict[str, str] | None = None, tail: bytes = b"", cut: int = 0) -> Path:
+def write(
+    path: Path, tensors: dict[str, T], meta: dict[str, str] | None = None, tail: bytes = b"", cut: int = 0
+) -> Path:
     header: dict[str, object] = {"__metadata__": meta} if meta else {}
     offset = 0
     for name, tensor in tensors.items():
         assert len(tensor.data) == math.prod(tensor.shape) * BYTES[tensor.dtype], name
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + len(tensor.data)]}
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [offset, offset + len(tensor.data)],
+        }
         offset += len(tensor.data)
     text = json.dumps(header, separators=(",", ":")).encode()
     raw = struct.pack("<Q", len(text)) + text + b"".join(tensor.data for tensor in tensors.values()) + tail

@@ -134,7 +134,9 @@ def test_nested_settings_are_raised(kit, mend):
 
 
 def test_loosely_typed_settings_are_written_plainly(kit, mend):
-    _, after, _ = mend(kit.int8(LAYER, {"format": "int8_tensorwise", "convrot": 1, "convrot_groupsize": "64", "tool": "x"}))
+    _, after, _ = mend(
+        kit.int8(LAYER, {"format": "int8_tensorwise", "convrot": 1, "convrot_groupsize": "64", "tool": "x"})
+    )
     conf = conf_of(after)
     assert conf == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64, "tool": "x"}
     assert conf["convrot"] is True
@@ -172,7 +174,11 @@ def test_metadata_names_get_the_model_prefix(kit, mend):
 
 
 def test_unreadable_marker_of_an_unquantised_layer_is_dropped(kit, mend):
-    tensors = {**kit.int8("a", {"convrot": True}), "b.weight": kit.noise("BF16", 16, 16), "b.comfy_quant": kit.marker(b"")}
+    tensors = {
+        **kit.int8("a", {"convrot": True}),
+        "b.weight": kit.noise("BF16", 16, 16),
+        "b.comfy_quant": kit.marker(b""),
+    }
     _, after, _ = mend(tensors)
     assert "b.comfy_quant" not in after.tensors
 
@@ -231,7 +237,10 @@ def test_legacy_scaled_fp8(kit, mend, elements):
     before, after, _ = mend(tensors)
     names = {f"{layer}.{suffix}" for layer in "ab" for suffix in ("weight", "weight_scale", "comfy_quant")}
     assert set(after.tensors) == {*names, "b.input_scale", "norm.weight"}
-    assert conf_of(after, "a") == {"format": "float8_e4m3fn", **({"full_precision_matrix_mult": True} if elements else {})}
+    assert conf_of(after, "a") == {
+        "format": "float8_e4m3fn",
+        **({"full_precision_matrix_mult": True} if elements else {}),
+    }
     assert after.tensors["a.weight"] == before.tensors["a.weight"]
     assert after.tensors["a.weight_scale"] == before.tensors["a.scale_weight"]
     assert after.tensors["b.weight_scale"].dtype == "F32"
@@ -247,8 +256,17 @@ def test_declared_format_is_written(kit, mend):
 
 
 def test_declaration_with_settings_and_patterns(kit, mend):
-    tensors = {**kit.int8("blocks.0.a", None), **kit.int8("blocks.0.b", None), **kit.fp8("c"), "table.weight": kit.noise("F32", 8, 8)}
-    declare = ["*.a=int8_tensorwise,convrot=true,convrot_groupsize=64", "int8_tensorwise", 'c={"format": "float8_e4m3fn"}']
+    tensors = {
+        **kit.int8("blocks.0.a", None),
+        **kit.int8("blocks.0.b", None),
+        **kit.fp8("c"),
+        "table.weight": kit.noise("F32", 8, 8),
+    }
+    declare = [
+        "*.a=int8_tensorwise,convrot=true,convrot_groupsize=64",
+        "int8_tensorwise",
+        'c={"format": "float8_e4m3fn"}',
+    ]
     _, after, _ = mend(tensors, declare=declare)
     assert conf_of(after, "blocks.0.a") == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
     assert conf_of(after, "blocks.0.b") == {"format": "int8_tensorwise"}
@@ -294,7 +312,17 @@ def test_declarations_that_cannot_be_meant(kit, mend, declare, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["int9", "int8_tensorwise,convrot", "int8_tensorwise,convrot=maybe", "int8_tensorwise,speed=9", "{", "[1]", "=nvfp4x", ""]
+    "text",
+    [
+        "int9",
+        "int8_tensorwise,convrot",
+        "int8_tensorwise,convrot=maybe",
+        "int8_tensorwise,speed=9",
+        "{",
+        "[1]",
+        "=nvfp4x",
+        "",
+    ],
 )
 def test_bad_declarations_are_named(text):
     with pytest.raises(RequestError, match="--declare"):
@@ -329,7 +357,9 @@ def test_quanto_files_lose_trailing_bytes_only(kit):
         f"{layer}.output_scale": one,
     }
     table = base64.b64encode(json.dumps({layer: {"weights": "qint8", "activations": "none"}}).encode()).decode()
-    source = kit.file("q.safetensors", tensors, {"quantization_format": "quanto", "quantization_map_base64": table}, tail=b"x")
+    source = kit.file(
+        "q.safetensors", tensors, {"quantization_format": "quanto", "quantization_map_base64": table}, tail=b"x"
+    )
     repair(source, kit.folder / "out.safetensors")
     assert kit.read(kit.folder / "out.safetensors").tensors == tensors
 
@@ -352,7 +382,9 @@ def test_sound_file_is_left_alone(kit, mend):
     assert not (kit.folder / "out.safetensors").exists()
 
 
-@pytest.mark.parametrize("conf", [{"format": "int3_future"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 512}])
+@pytest.mark.parametrize(
+    "conf", [{"format": "int3_future"}, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 512}]
+)
 def test_what_is_not_lossless_is_refused_with_the_reason(kit, mend, conf):
     with pytest.raises(Refused) as refusal:
         mend(kit.int8(LAYER, conf, K=512))

@@ -1,4 +1,4 @@
-"""Repair when things go wrong: bad requests, full disks, interrupts, hostile files. The source and OUT's name stay clean."""
+"""Repair when things go wrong: bad requests, full disks, interrupts, hostile files. Nothing half-made stays."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_failing_disk_leaves_nothing(kit, broken):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)); "
     code = limit + "import sys; from quant_loader.cli import main; sys.exit(main(sys.argv[1:]))"
     out = kit.folder / "out.safetensors"
-    done = subprocess.run([sys.executable, "-c", code, "repair", broken, out], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "repair", broken, out], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "Writing the new file failed" in done.stderr
     assert "Traceback" not in done.stderr
