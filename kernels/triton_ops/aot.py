@@ -1,10 +1,11 @@
-"""Builds every production configuration of every kernel for every architecture, without a GPU or a driver, and reads the machine code.
+"""Builds every production configuration of every kernel for every architecture, without a GPU or a driver, and reads
+the machine code.
 
     python -m quant_loader.kernels.triton_ops.aot [--arch sm_90 gfx1100 ...] [--jobs 2] [--json]
 
-prints a table (registers, spills, matrix instructions, shared memory) and exits with 1 when a build fails, spills registers to memory, or
-lacks the matrix instruction its architecture has. A compiler that changes its mind about one of our kernels is found here, not on
-somebody's GPU: Triton 3.8 did so with int8 products on sm_80 to sm_89.
+prints a table (registers, spills, matrix instructions, shared memory) and exits with 1 when a build fails, spills
+registers to memory, or lacks the matrix instruction its architecture has. A compiler that changes its mind about one
+of our kernels is found here, not on somebody's GPU: Triton 3.8 did so with int8 products on sm_80 to sm_89.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ AMD_MATRIX = re.compile(r"\b(v_(?:wmma|mfma)_\w+)")
 
 
 class Build(NamedTuple):
-    """One configuration: a kernel, the types of its pointers, which integers are multiples of 16, its constants and options, and the
-    matrix instructions that must appear in its code (substrings of their names)."""
+    """One configuration: a kernel, the types of its pointers, which integers are multiples of 16, its constants and
+    options, and the matrix instructions that must appear in its code (substrings of their names)."""
 
     name: str
     kernel: Any
@@ -54,7 +55,8 @@ class Build(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a build came to. spills: instructions that store to or load from local memory (AMD: spilled vector registers)."""
+    """What a build came to. spills: instructions that store to or load from local memory (AMD: spilled vector
+    registers)."""
 
     arch: str
     name: str
@@ -81,23 +83,27 @@ def matrix_instructions(arch: str, schedule: GemmSchedule, *, low_rank: bool) ->
 def gemm_builds(arch: str) -> Iterator[Build]:
     """The INT8 product: every tile of the architecture's table in the roles it is chosen for."""
 
-    def build(role: str, schedule: GemmSchedule, *, low_rank: bool = False, k: str = "even", out: str = "bf16") -> Build:
+    def build(role: str, tile: GemmSchedule, *, low_rank: bool = False, k: str = "even", out: str = "bf16") -> Build:
         names = ("a_ptr", "b_ptr", "scale_a_ptr", "scale_b_ptr", "bias_ptr", "low_rank_ptr", "up_ptr", "out_ptr")
         types = ("*i8", "*i8", "*fp32", "*fp32", f"*{out}", "*bf16", "*bf16", f"*{out}")
-        aligned = ("N", "stride_low_rank", "stride_up", "stride_out")
+        aligned: tuple[str, ...] = ("N", "stride_low_rank", "stride_up", "stride_out")
         if k != "odd":
             aligned += ("K", "stride_a", "stride_b")
         constants = {
-            "ROW_SCALE_A": True, "ROW_SCALE_B": True, "BIAS": True, "LOW_RANK": low_rank, "BLOCK_M": schedule.block_m,
-            "BLOCK_N": schedule.block_n, "BLOCK_K": schedule.block_k, "DOTS": schedule.dots, "GROUP_M": schedule.group_m,
-            "EVEN_K": k == "even", "RANK_STEP": RANK_STEP,
+            "ROW_SCALE_A": True, "ROW_SCALE_B": True, "BIAS": True, "LOW_RANK": low_rank, "EVEN_K": k == "even",
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "DOTS": tile.dots,
+            "GROUP_M": tile.group_m, "RANK_STEP": RANK_STEP,
         }  # fmt: skip
-        shape = f"{schedule.block_m}x{schedule.block_n}x{schedule.block_k}x{schedule.dots} w{schedule.num_warps} s{schedule.num_stages}"
+        shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}x{tile.dots} w{tile.num_warps} s{tile.num_stages}"
         return Build(
-            f"int8_gemm {shape} {role}".rstrip(), int8_gemm_kernel, dict(zip(names, types, strict=True)), aligned, constants,
-            {"num_warps": schedule.num_warps, "num_stages": schedule.num_stages},
-            matrix_instructions(arch, schedule, low_rank=low_rank),
-        )  # fmt: skip
+            name=f"int8_gemm {shape} {role}".rstrip(),
+            kernel=int8_gemm_kernel,
+            pointers=dict(zip(names, types, strict=True)),
+            aligned=aligned,
+            constants=constants,
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            matrix=matrix_instructions(arch, tile, low_rank=low_rank),
+        )
 
     table = gemm_table(arch)
     for tile in table.tiles:
@@ -119,7 +125,8 @@ def element_builds() -> Iterator[Build]:
     def rows(name: str, source: str, pointer: str, K: int, rotation: int, scale_in: str) -> Build:
         schedule = row_schedule(K)
         pointers = {
-            "x_ptr": pointer, "block_scale_ptr": "*u8", "scale_in_ptr": "*fp32", "q_ptr": "*i8", "scale_ptr": "*fp32", "floor": "fp32"
+            "x_ptr": pointer, "block_scale_ptr": "*u8", "scale_in_ptr": "*fp32", "q_ptr": "*i8", "scale_ptr": "*fp32",
+            "floor": "fp32",
         }  # fmt: skip
         constants = {
             "SOURCE": source, "ROTATION": rotation, "QMAX": 127, "SCALE_IN": scale_in, "ROWS": schedule.rows,
@@ -144,9 +151,19 @@ def element_builds() -> Iterator[Build]:
         options = {"num_warps": block_decode.WARPS}
         yield Build(f"decode {source} bf16", decode_kernel, pointers, ("K", "stride_w"), constants, options)
 
-    for grouped, codebook, name in ((False, False, "decode int4"), (True, True, "decode w4a8 codebook"), (True, False, "decode w4a8")):
+    for grouped, codebook, name in (
+        (False, False, "decode int4"),
+        (True, True, "decode w4a8 codebook"),
+        (True, False, "decode w4a8"),
+    ):
         pointers = {"w_ptr": "*u8", "scale_ptr": "*u8", "codebook_ptr": "*fp32", "out_ptr": "*i8"}
-        constants = {"GROUPED": grouped, "CODEBOOK": codebook, "GROUP": 16, "ROWS": w4_decode.ROWS, "BYTES": w4_decode.BYTES}
+        constants = {
+            "GROUPED": grouped,
+            "CODEBOOK": codebook,
+            "GROUP": 16,
+            "ROWS": w4_decode.ROWS,
+            "BYTES": w4_decode.BYTES,
+        }
         yield Build(name, w4_decode_kernel, pointers, ("half_k", "stride_w"), constants, {"num_warps": w4_decode.WARPS})
 
     for format_name in ("fp8", "mxfp8", "nvfp4"):
@@ -172,7 +189,9 @@ def _target(arch: str) -> GPUTarget:
 def _compile(arch: str, build: Build) -> Any:
     names = list(build.kernel.arg_names)
     signature = {
-        name: "constexpr" if name in build.constants else build.pointers.get(name, "fp32" if name == "strength" else "i32")
+        name: "constexpr"
+        if name in build.constants
+        else build.pointers.get(name, "fp32" if name == "strength" else "i32")
         for name in names
     }
     aligned = [name for name in names if name in build.aligned or build.pointers.get(name, "").startswith("*")]
@@ -191,17 +210,25 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
 
 
 def read_sass(usage: str, sass: str) -> tuple[int, int, dict[str, int]]:
-    """(registers a thread, local memory instructions, matrix instructions) of cuobjdump's --dump-resource-usage and --dump-sass."""
+    """(registers a thread, local memory instructions, matrix instructions) of cuobjdump's --dump-resource-usage and
+    --dump-sass."""
     registers = re.search(r"\bREG:(\d+)", usage)
     opcodes = Counter(SASS_OPCODE.findall(sass))
     if registers is None or not opcodes:
         raise ValueError("cuobjdump printed no register count or no instructions")
-    return int(registers[1]), opcodes["LDL"] + opcodes["STL"], {name: opcodes[name] for name in SASS_MATRIX if opcodes[name]}
+    return (
+        int(registers[1]),
+        opcodes["LDL"] + opcodes["STL"],
+        {name: opcodes[name] for name in SASS_MATRIX if opcodes[name]},
+    )
 
 
 def read_amdgcn(text: str) -> tuple[int, int, dict[str, int]]:
     """The same of AMD assembly, from its metadata and its instructions."""
-    found = {name: re.search(rf"\.{name}:\s*(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
+    found = {
+        name: re.search(rf"\.{name}:\s*(\d+)", text)
+        for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+    }
     numbers = {name: int(match[1]) for name, match in found.items() if match is not None}
     if len(numbers) < len(found):
         raise ValueError("the assembly has no register metadata")
@@ -217,7 +244,8 @@ def judge(build: Build, spills: int, matrix: Mapping[str, int]) -> tuple[str, ..
 
 
 def inspect(arch: str, index: int) -> Result:
-    """Builds configuration ``index`` of ``production_builds(arch)`` and reads its code. A compiler's failure is a problem, not an error."""
+    """Builds configuration ``index`` of ``production_builds(arch)`` and reads its code. A compiler's failure is a
+    problem, not an error."""
     build = production_builds(arch)[index]
     try:
         compiled = _compile(arch, build)
@@ -229,7 +257,9 @@ def inspect(arch: str, index: int) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(compiled.asm["cubin"])
-            registers, spills, matrix = read_sass(_cuobjdump("--dump-resource-usage", cubin), _cuobjdump("--dump-sass", cubin))
+            registers, spills, matrix = read_sass(
+                _cuobjdump("--dump-resource-usage", cubin), _cuobjdump("--dump-sass", cubin)
+            )
     return Result(arch, build.name, registers, spills, compiled.metadata.shared, matrix, judge(build, spills, matrix))
 
 
@@ -239,7 +269,8 @@ def _start_worker(cache: str) -> None:
 
 
 def inspect_all(architectures: Sequence[str], jobs: int) -> list[Result]:
-    """Every production build of every architecture, in order, by ``jobs`` processes with a cache of their own that is thrown away."""
+    """Every production build of every architecture, in order, by ``jobs`` processes with a cache of their own that is
+    thrown away."""
     tasks = [(arch, index) for arch in architectures for index in range(len(production_builds(arch)))]
     context = multiprocessing.get_context("spawn")
     with (
@@ -251,15 +282,21 @@ def inspect_all(architectures: Sequence[str], jobs: int) -> list[Result]:
 
 def format_table(results: Sequence[Result]) -> str:
     """A Markdown table, one line a build."""
-    lines = ["| arch | kernel | registers | spills | matrix instructions | shared KB | |", "|---|---|---:|---:|---|---:|---|"]
+    lines = [
+        "| arch | kernel | registers | spills | matrix instructions | shared KB | |",
+        "|---|---|---:|---:|---|---:|---|",
+    ]
     for r in results:
         matrix = ", ".join(f"{count} {name}" for name, count in r.matrix.items())
-        lines.append(f"| {r.arch} | {r.name} | {r.registers} | {r.spills} | {matrix} | {r.shared / 1024:.1f} | {'; '.join(r.problems)} |")
+        cells = (r.arch, r.name, r.registers, r.spills, matrix, f"{r.shared / 1024:.1f}", "; ".join(r.problems))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="aot", description="Build the Triton kernels ahead of time and read their machine code.")
+    parser = argparse.ArgumentParser(
+        prog="aot", description="Build the Triton kernels ahead of time and read their machine code."
+    )
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="ARCH")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")

@@ -1,8 +1,9 @@
-"""FP8, MXFP8 and NVFP4 weights to float: what the exact mode multiplies, and the stock path's dequantisation in one kernel.
+"""FP8, MXFP8 and NVFP4 weights to float: what the exact mode multiplies, and the stock path's dequantisation in one
+kernel.
 
     W[n, k] = e4m3(code[n, k]) * scale                                      fp8: scale of the tensor or of row n
     W[n, k] = e4m3(code[n, k]) * 2**(e[n, k // 32] - 127)                   mxfp8: e8m0 bytes, 128x4 order
-    W[n, k] = e2m1(code[n, k]) * e4m3(b[n, k // 16]) * tensor_scale         nvfp4: e4m3 bytes, 128x4 order, high nibble = even k
+    W[n, k] = e2m1(code[n, k]) * e4m3(b[n, k // 16]) * tensor_scale         nvfp4: e4m3 bytes, high nibble = even k
 
 The product is formed in float32 and rounded once. Source: comfy-kitchen's fp8, mxfp8 and nvfp4 layouts.
 """
@@ -22,7 +23,8 @@ ROWS, CHUNKS, WARPS = 4, 64, 4
 
 @triton.jit(do_not_specialize=["row_start", "rows"])
 def decode_kernel(
-    w_ptr: tl.tensor, block_scale_ptr: tl.tensor, scale_ptr: tl.tensor, out_ptr: tl.tensor, row_start: tl.tensor, rows: tl.tensor,
+    w_ptr: tl.tensor, block_scale_ptr: tl.tensor, scale_ptr: tl.tensor, out_ptr: tl.tensor, row_start: tl.tensor,
+    rows: tl.tensor,
     K: tl.tensor, stride_w: tl.tensor, col_tiles: tl.tensor, SOURCE: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -42,7 +44,8 @@ def decode_kernel(
 
 
 def _launch(
-    w: torch.Tensor, K: int, rows: tuple[int, int], dtype: torch.dtype, *, source: str, block_scale: torch.Tensor | None = None,
+    w: torch.Tensor, K: int, rows: tuple[int, int], dtype: torch.dtype, *, source: str,
+    block_scale: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if dtype not in FLOAT_DTYPES:
@@ -71,12 +74,17 @@ def decode_fp8(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 def decode_mxfp8(
     weight: torch.Tensor, scale: torch.Tensor, *, columns: int, dtype: torch.dtype, rows: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """weight float8_e4m3fn [>= N, >= columns], scale bytes in the 128x4 order, one per 32 columns -> [n, columns] in dtype for ``rows``
-    (start, stop), all by default."""
+    """weight float8_e4m3fn [>= N, >= columns], scale bytes in the 128x4 order, one per 32 columns -> [n, columns] in
+    dtype for ``rows`` (start, stop), all by default."""
     weight = check_bytes("weight", weight)
     rows = row_range(rows, weight, columns, codes_per_byte=1)
     return _launch(
-        weight, columns, rows, dtype, source="mxfp8", block_scale=block_scales(scale, rows[1], columns, 32, weight.device)
+        weight,
+        columns,
+        rows,
+        dtype,
+        source="mxfp8",
+        block_scale=block_scales(scale, rows[1], columns, 32, weight.device),
     )
 
 
@@ -84,11 +92,13 @@ def decode_nvfp4(
     weight: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, *, columns: int, dtype: torch.dtype,
     rows: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """weight uint8 [>= N, >= columns / 2] (high nibble = even column), scale e4m3 bytes in the 128x4 order, one per 16 columns,
-    tensor_scale float32 of one element -> [n, columns] in dtype for ``rows`` (start, stop), all by default."""
+    """weight uint8 [>= N, >= columns / 2] (high nibble = even column), scale e4m3 bytes in the 128x4 order, one per
+    16 columns, tensor_scale float32 of one element -> [n, columns] in dtype for ``rows`` (start, stop), all by
+    default."""
     weight = check_bytes("weight", weight)
     rows = row_range(rows, weight, columns, codes_per_byte=2)
     return _launch(
-        weight, columns, rows, dtype, source="nvfp4", block_scale=block_scales(scale, rows[1], columns, 16, weight.device),
+        weight, columns, rows, dtype, source="nvfp4", block_scale=block_scales(scale, rows[1], columns, 16,
+        weight.device),
         scale=check_scalar("tensor_scale", tensor_scale, weight.device),
     )  # fmt: skip

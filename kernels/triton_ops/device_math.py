@@ -1,7 +1,8 @@
 """Device functions that several kernels share: rotation, rounding, the 4- and 8-bit float codes, the 128x4 scale order.
 
-Only integer and float32 arithmetic: no PTX, no libdevice and no fp8 type, so that each builds for every architecture from sm_75 on and for
-AMD, and runs in Triton's interpreter. bfloat16 is only ever loaded, stored and cast, never computed with.
+Only integer and float32 arithmetic: no PTX, no libdevice and no fp8 type, so that each builds for every architecture
+from sm_75 on and for AMD, and runs in Triton's interpreter. bfloat16 is only ever loaded, stored and cast, never
+computed with.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 1.5 * 2**23: adding it to a float32 below 2**22 in magnitude leaves the value, rounded half to even, in the low bits of the sum.
+# 1.5 * 2**23: adding it to a float32 below 2**22 in magnitude leaves the value, rounded half to even, in the low bits
+# of the sum.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 
@@ -25,7 +27,8 @@ def round_to_int(x: tl.tensor) -> tl.tensor:
 def row_absmax(x: tl.tensor) -> tl.tensor:
     """Largest magnitude over the last axis of a float32 tensor; NaN wins over everything, as in torch.
 
-    The bits of non-negative floats are ordered like integers and NaN lies above infinity, so an integer maximum propagates it.
+    The bits of non-negative floats are ordered like integers and NaN lies above infinity, so an integer maximum
+    propagates it.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, axis=-1).to(tl.float32, bitcast=True)
@@ -46,12 +49,14 @@ def _hadamard4_last(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def rotate_groups(x: tl.tensor, ROTATION: tl.constexpr) -> tl.tensor:
-    """ConvRot of a float32 tile [rows, chunks, 16]; ROTATION 1, 16, 64 or 256 consecutive elements of a row form a group.
+    """ConvRot of a float32 tile [rows, chunks, 16]; ROTATION 1, 16, 64 or 256 consecutive elements of a row form a
+    group.
 
-    H(g) = H4 (x) ... (x) H4 / sqrt(g), one factor per base-4 digit of the position in the group, so a digit at a time costs 7/4 operations per
-    element where a g-wide product costs 2 g. The two low digits lie inside one thread (a chunk is 16 elements). The digits above them
-    number the chunks of a group and lie across threads; there H4 = ones - 2 P, P reversing the digit, is split as (ones - 2 I) P: the
-    caller applies P for nothing by loading the chunks of a group in reversed order (`reversed_chunk`), and ones - 2 I needs no permutation.
+    H(g) = H4 (x) ... (x) H4 / sqrt(g), one factor per base-4 digit of the position in the group, so a digit at a time
+    costs 7/4 operations per element where a g-wide product costs 2 g. The two low digits lie inside one thread (a
+    chunk is 16 elements). The digits above them number the chunks of a group and lie across threads; there H4 = ones
+    - 2 P, P reversing the digit, is split as (ones - 2 I) P: the caller applies P for nothing by loading the chunks
+    of a group in reversed order (`reversed_chunk`), and ones - 2 I needs no permutation.
     """
     rows: tl.constexpr = x.shape[0]
     chunks: tl.constexpr = x.shape[1]
@@ -81,7 +86,8 @@ def reversed_chunk(chunk: tl.tensor, ROTATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def e4m3_to_f32(byte: tl.tensor) -> tl.tensor:
-    """float8_e4m3fn codes (uint8) -> float32. The code's fields are those of a float16 of 2**-8 the value; subnormals included."""
+    """float8_e4m3fn codes (uint8) -> float32. The code's fields are those of a float16 of 2**-8 the value; subnormals
+    included."""
     b = byte.to(tl.int16)
     half = (((b & 0x80) << 8) | ((b & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((b & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -122,7 +128,8 @@ def f32_to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def f32_to_e2m1(x: tl.tensor) -> tl.tensor:
-    """float32 -> float4_e2m1 codes (low four bits of an int32), half to even, clamped to +-6; levels 0 .5 1 1.5 2 3 4 6."""
+    """float32 -> float4_e2m1 codes (low four bits of an int32), half to even, clamped to +-6; levels 0 .5 1 1.5 2 3 4
+    6."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), 6.0)
     fine = round_to_int(magnitude * 2.0)  # codes 0 to 4, steps of a half

@@ -2,11 +2,11 @@
 
     fp8      q = e4m3(clamp(x / scale, +-448))
     mxfp8    e = ceil(log2(max|x| / 448)) per 32 columns, stored e + 127, at least 0;  q = e4m3(clamp(x / 2**e, +-448))
-    nvfp4    b = e4m3(min(max|x| / 6 / tensor_scale, 448)) per 16 columns;  q = e2m1(clamp(x / (tensor_scale * b), +-6)), the even column
-             in the HIGH nibble; a block whose scale is 0 has codes 0
+    nvfp4    b = e4m3(min(max|x| / 6 / tensor_scale, 448)) per 16 columns;  q = e2m1(clamp(x / (tensor_scale * b), +-6)),
+             the even column in the HIGH nibble; a block whose scale is 0 has codes 0
 
-All in float32, half to even. Source: comfy-kitchen's quantize_per_tensor_fp8, quantize_mxfp8 and quantize_nvfp4, whose eager forms move 19, 53 and
-195 bytes an element. x / s is x * (1 / s).
+All in float32, half to even. Source: comfy-kitchen's quantize_per_tensor_fp8, quantize_mxfp8 and quantize_nvfp4,
+whose eager forms move 19, 53 and 195 bytes an element. x / s is x * (1 / s).
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -26,9 +26,11 @@ ROWS, CHUNKS, WARPS = 4, 64, 4
 @triton.jit(do_not_specialize=["M"])
 def quantize_float_kernel(
     x_ptr: tl.tensor, scale_in_ptr: tl.tensor, q_ptr: tl.tensor, block_scale_ptr: tl.tensor, M: tl.tensor, K: tl.tensor,
-    stride_x: tl.tensor, stride_q: tl.tensor, col_tiles: tl.tensor, FORMAT: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    stride_x: tl.tensor, stride_q: tl.tensor, col_tiles: tl.tensor, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """ROWS rows, CHUNKS * 16 columns. Columns from K to the padded width quantise as zeros; q and the scale image are padded."""
+    """ROWS rows, CHUNKS * 16 columns. Columns from K to the padded width quantise as zeros; q and the scale image are
+    padded."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < M
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
@@ -94,8 +96,8 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] float -> (float8_e4m3fn [Mp, Kp], scale bytes uint8 [ceil128(Mp), ceil4(Kp / 32)] in the 128x4 order); Mp, Kp: rounded
-    up to 32, padding zero."""
+    """x [M, K] float -> (float8_e4m3fn [Mp, Kp], scale bytes uint8 [ceil128(Mp), ceil4(Kp / 32)] in the 128x4 order);
+    Mp, Kp: rounded up to 32, padding zero."""
     x = check_matrix("x", x)
     M, K = x.shape
     Mp, Kp = _up(M, 32), _up(K, 32)
@@ -107,8 +109,8 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_nvfp4(x: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] float, tensor_scale float32 of one element on the device, above 0 -> (codes uint8 [Mp, Kp / 2], scale bytes uint8
-    [ceil128(Mp), ceil4(Kp / 16)] in the 128x4 order); Mp, Kp: rounded up to 16, padding zero.
+    """x [M, K] float, tensor_scale float32 of one element on the device, above 0 -> (codes uint8 [Mp, Kp / 2], scale
+    bytes uint8 [ceil128(Mp), ceil4(Kp / 16)] in the 128x4 order); Mp, Kp: rounded up to 16, padding zero.
 
     tensor_scale is the file's input_scale or max|x| / (448 * 6), at least the smallest normal float32.
     """

@@ -2,14 +2,16 @@
 
     out[m, n] = (sum_k a[m, k] b[n, k]) * scale_a[m] * scale_b[n] + strength * sum_r low_rank[m, r] up[n, r] + bias[n]
 
-a and b are int8 with K adjacent in memory (a weight as stored), the sum is int32 and exact for K <= 131,071, the epilogue is float32 and the
-result is rounded once, to out_dtype: overflow becomes infinity there, as in a dense linear. Source: the int8_tensorwise linear of
-comfy-kitchen, and for the low-rank term LoRA (y += strength * (x down^T) up^T), added here because a separate pass would read and write
+a and b are int8 with K adjacent in memory (a weight as stored), the sum is int32 and exact for K <= 131,071, the
+epilogue is float32 and the result is rounded once, to out_dtype: overflow becomes infinity there, as in a dense
+linear. Source: the int8_tensorwise linear of comfy-kitchen, and for the low-rank term LoRA (y += strength * (x
+down^T) up^T), added here because a separate pass would read and write
 ``out`` once more.
 
-Programs are numbered so that GROUP_M row tiles are finished before the next column tile starts, which keeps their operands in L2. On
-sm_80 to sm_89 a loop step holds two dots (DOTS): with one, Triton 3.8 and 3.9 prefetch int8 operands through single-byte registers and
-spill. Tile corners are 64-bit, offsets inside a tile 32-bit, so no matrix is too large.
+Programs are numbered so that GROUP_M row tiles are finished before the next column tile starts, which keeps their
+operands in L2. On sm_80 to sm_89 a loop step holds two dots (DOTS): with one, Triton 3.8 and 3.9 prefetch int8
+operands through single-byte registers and spill. Tile corners are 64-bit, offsets inside a tile 32-bit, so no matrix
+is too large.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -70,14 +72,8 @@ def int8_gemm_kernel(
         b_tile += BLOCK_K * DOTS
 
     out = acc.to(tl.float32)
-    if ROW_SCALE_A:
-        out = out * tl.load(scale_a_ptr + m0 + m)[:, None]
-    else:
-        out = out * tl.load(scale_a_ptr)
-    if ROW_SCALE_B:
-        out = out * tl.load(scale_b_ptr + n0 + n)[None, :]
-    else:
-        out = out * tl.load(scale_b_ptr)
+    out = out * (tl.load(scale_a_ptr + m0 + m)[:, None] if ROW_SCALE_A else tl.load(scale_a_ptr))
+    out = out * (tl.load(scale_b_ptr + n0 + n)[None, :] if ROW_SCALE_B else tl.load(scale_b_ptr))
     if LOW_RANK:
         r = tl.arange(0, RANK_STEP)
         low_rank_tile = low_rank_ptr + m0.to(tl.int64) * stride_low_rank + m[:, None] * stride_low_rank + r[None, :]
@@ -102,11 +98,12 @@ def int8_matmul(
     out_dtype: torch.dtype, low_rank: torch.Tensor | None = None, up: torch.Tensor | None = None, strength: float = 1.0,
     out: torch.Tensor | None = None, schedule: GemmSchedule | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """a int8 [M, K] times b int8 [N, K] transposed, scaled, plus the low-rank side path, plus bias [N]; [M, N] in out_dtype.
+    """a int8 [M, K] times b int8 [N, K] transposed, scaled, plus the low-rank side path, plus bias [N]; [M, N] in
+    out_dtype.
 
-    scale_a: [M] or one element, scale_b: [N] or one element, float32 on the device. low_rank [M, R] and up [N, R] come together,
-    both float16 or both bfloat16 for the fused epilogue; any other pair of float dtypes is added after the product. ``out`` may be a
-    slice of columns of a wider matrix. ValueError says which argument does not fit.
+    scale_a: [M] or one element, scale_b: [N] or one element, float32 on the device. low_rank [M, R] and up [N, R]
+    come together, both float16 or both bfloat16 for the fused epilogue; any other pair of float dtypes is added after
+    the product. ``out`` may be a slice of columns of a wider matrix. ValueError says which argument does not fit.
     """
     a = check_matrix("a", a, (torch.int8,))
     b = check_matrix("b", b, (torch.int8,))
@@ -130,25 +127,33 @@ def int8_matmul(
         low_rank = check_matrix("low_rank", low_rank)
         up = check_matrix("up", up)
         if low_rank.shape[0] != M or up.shape[0] != N or low_rank.shape[1] != up.shape[1]:
-            raise ValueError(f"low_rank, up: expected [{M}, R] and [{N}, R], found {tuple(low_rank.shape)} and {tuple(up.shape)}")
+            raise ValueError(
+                f"low_rank, up: expected [{M}, R] and [{N}, R], found {tuple(low_rank.shape)} and {tuple(up.shape)}"
+            )
     if out is None:
         out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     elif out.shape != (M, N) or out.dtype != out_dtype or (N > 1 and out.stride(1) != 1):
-        raise ValueError(f"out: expected [{M}, {N}] {out_dtype} with adjacent columns, found {tuple(out.shape)} {out.dtype}")
+        raise ValueError(
+            f"out: expected [{M}, {N}] {out_dtype} with adjacent columns, found {tuple(out.shape)} {out.dtype}"
+        )
     if M == 0 or N == 0:
         return out
 
-    fused = low_rank is not None and up is not None and low_rank.dtype == up.dtype != torch.float32
+    side = (a, a)  # pointers the kernel does not read
+    fused = False
+    if low_rank is not None and up is not None and low_rank.dtype == up.dtype != torch.float32:
+        side = (low_rank, up)
+        fused = True
     arch, multiprocessors = device_arch(a.device)
     if schedule is None:
         schedule = gemm_schedule(
             arch, M, N, K, low_rank=fused, multiprocessors=multiprocessors, tuned=tuned_schedules()
         )
-    side = (low_rank, up) if fused else (a, a)
     with on_device_of(a):
         int8_gemm_kernel[(triton.cdiv(M, schedule.block_m) * triton.cdiv(N, schedule.block_n),)](
             a, b, scale_a, scale_b, scale_b if bias is None else bias, *side, out,
-            M, N, K, side[0].shape[1], a.stride(0), b.stride(0), side[0].stride(0), side[1].stride(0), out.stride(0), strength,
+            M, N, K, side[0].shape[1], a.stride(0), b.stride(0), side[0].stride(0), side[1].stride(0), out.stride(0),
+            strength,
             ROW_SCALE_A=scale_a.numel() == M, ROW_SCALE_B=scale_b.numel() == N, BIAS=bias is not None, LOW_RANK=fused,
             BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=schedule.block_k, DOTS=schedule.dots,
             GROUP_M=schedule.group_m, EVEN_K=K % (schedule.block_k * schedule.dots) == 0, RANK_STEP=RANK_STEP,

@@ -15,12 +15,14 @@ BYTE_DTYPES = tuple(
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes x's GPU the current one: Triton launches on the current device's current stream. Nothing to do for interpreted CPU tensors."""
+    """Makes x's GPU the current one: Triton launches on the current device's current stream. Nothing to do for
+    interpreted CPU tensors."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def check_matrix(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> torch.Tensor:
-    """x if it is 2-D, of one of ``dtypes`` and below 2**31 columns; a copy when its columns are not adjacent in memory."""
+    """x if it is 2-D, of one of ``dtypes`` and below 2**31 columns; a copy when its columns are not adjacent in
+    memory."""
     if x.ndim != 2:
         raise ValueError(f"{name}: expected 2 dimensions, found shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
@@ -60,21 +62,26 @@ def check_rotation(rotation: int, K: int) -> None:
         raise ValueError(f"rotation: expected a divisor of K = {K}, found {rotation}")
 
 
-def row_range(rows: tuple[int, int] | None, weight: torch.Tensor, columns: int, *, codes_per_byte: int) -> tuple[int, int]:
+def row_range(
+    rows: tuple[int, int] | None, weight: torch.Tensor, columns: int, *, codes_per_byte: int
+) -> tuple[int, int]:
     """``rows`` or all rows of a stored weight [N, ...] that must hold at least ``columns`` codes a row."""
     start, stop = (0, weight.shape[0]) if rows is None else rows
     if not 0 <= start <= stop <= weight.shape[0]:
         raise ValueError(f"rows: expected a range inside 0 to {weight.shape[0]}, found {start} to {stop}")
     if columns < 0 or weight.shape[1] * codes_per_byte < columns:
-        raise ValueError(f"columns: expected 0 to {weight.shape[1] * codes_per_byte} (what a row of the weight holds), found {columns}")
+        raise ValueError(
+            f"columns: expected 0 to {weight.shape[1] * codes_per_byte} (what a row holds), found {columns}"
+        )
     return start, stop
 
 
 def block_scales(scale: torch.Tensor, rows: int, columns: int, block: int, device: torch.device) -> torch.Tensor:
-    """The bytes of a 128x4-ordered scale image as contiguous uint8, checked to cover rows x ceil(columns / block) scales.
+    """The bytes of a 128x4-ordered scale image as contiguous uint8, checked to cover rows x ceil(columns / block)
+    scales.
 
-    The order is ceil(rows / 128) * ceil(scale columns / 4) tiles of 512 bytes; a longer image (padded rows) is fine, one of other
-    columns is not and cannot be told apart here, which is why the file check refuses it.
+    The order is ceil(rows / 128) * ceil(scale columns / 4) tiles of 512 bytes; a longer image (padded rows) is fine,
+    one of other columns is not and cannot be told apart here, which is why the file check refuses it.
     """
     tile_columns = -(-columns // (4 * block))
     needed = -(-rows // 128) * tile_columns * 512
@@ -91,7 +98,8 @@ def block_scales(scale: torch.Tensor, rows: int, columns: int, block: int, devic
 
 
 def device_arch(device: torch.device) -> tuple[str, int]:
-    """("sm_86" or "gfx1100", number of multiprocessors). Interpreted CPU tensors get a small GPU's name, to run its tiles."""
+    """("sm_86" or "gfx1100", number of multiprocessors). Interpreted CPU tensors get a small GPU's name, to run its
+    tiles."""
     if device.type != "cuda":
         return "sm_86", 1
     properties = torch.cuda.get_device_properties(device)

@@ -1,7 +1,8 @@
 """Tile sizes: a static table per architecture, M bucket and shape, never tuned at run time.
 
-The tiles were chosen among those that build without register spills for their architecture (`aot` checks each of them). An optional file of
-measured choices, named by the environment variable QUANT_LOADER_SCHEDULES or lying beside this module as ``tuned.json``, comes first:
+The tiles were chosen among those that build without register spills for their architecture (`aot` checks each of
+them). An optional file of measured choices, named by the environment variable QUANT_LOADER_SCHEDULES or lying beside
+this module as ``tuned.json``, comes first:
 
     {"sm_90": [{"m": 4096, "n": 3072, "k": 3072, "low_rank": false, "schedule": [128, 256, 128, 1, 8, 8, 3]}]}
 
@@ -31,14 +32,16 @@ class RowSchedule(NamedTuple):
     num_warps: int
 
 
-# A row kernel keeps its tile in registers: 32 float32 values a thread up to 16,384 columns, then 64.
+# A row kernel keeps its tile in registers: 32 float32 values a thread up to 16,384 columns, then 64. Rows beyond are
+# read in steps.
 ROW_TILE = 4096
 MAX_ROW_TILE = 32768
+ROW_STEP = 8192
 
 
 def row_schedule(K: int) -> RowSchedule:
     """The schedule of a kernel that reduces over rows of K columns: whole rows, several when they are short."""
-    columns = min(MAX_ROW_TILE, max(256, 1 << (K - 1).bit_length()))
+    columns = ROW_STEP if K > MAX_ROW_TILE else max(256, 1 << (K - 1).bit_length())
     rows = max(1, ROW_TILE // columns)
     return RowSchedule(rows, columns // 16, max(4, min(16, rows * columns // 1024)))
 
@@ -58,9 +61,9 @@ class GemmSchedule(NamedTuple):
 class GemmTable(NamedTuple):
     """The tiles of one family of architectures.
 
-    tiles and low_rank (the variant with a low-rank epilogue, which holds more in registers) are ordered from the most efficient to the
-    one that fills a GPU with the least work; skinny serves M <= 16 and M <= 32; unaligned any K that is not a multiple of 16, whose
-    loads are a byte at a time.
+    tiles and low_rank (the variant with a low-rank epilogue, which holds more in registers) are ordered from the most
+    efficient to the one that fills a GPU with the least work; skinny serves M <= 16 and M <= 32; unaligned any K that
+    is not a multiple of 16, whose loads are a byte at a time.
     """
 
     tiles: tuple[GemmSchedule, ...]
@@ -71,7 +74,12 @@ class GemmTable(NamedTuple):
 
 S = GemmSchedule
 _SM80 = GemmTable(
-    tiles=(S(128, 256, 64, 2, 8, 8, 3), S(128, 128, 64, 2, 8, 8, 3), S(64, 128, 64, 2, 8, 4, 3), S(64, 64, 64, 2, 8, 4, 3)),
+    tiles=(
+        S(128, 256, 64, 2, 8, 8, 3),
+        S(128, 128, 64, 2, 8, 8, 3),
+        S(64, 128, 64, 2, 8, 4, 3),
+        S(64, 64, 64, 2, 8, 4, 3),
+    ),
     low_rank=(S(128, 128, 64, 2, 8, 8, 3), S(64, 64, 64, 2, 8, 4, 3)),
     skinny=(S(16, 64, 128, 2, 8, 4, 3), S(32, 64, 128, 2, 8, 4, 3)),
     unaligned=S(32, 64, 32, 2, 8, 4, 2),
@@ -80,7 +88,12 @@ _SM86 = _SM80._replace(  # 100 KB of shared memory, and twice the arithmetic per
     tiles=(S(128, 256, 64, 2, 8, 8, 2), *_SM80.tiles[1:]),
 )
 _SM90 = GemmTable(
-    tiles=(S(128, 256, 128, 1, 8, 8, 3), S(128, 128, 128, 1, 8, 8, 3), S(64, 128, 128, 1, 8, 4, 4), S(64, 64, 128, 1, 8, 4, 4)),
+    tiles=(
+        S(128, 256, 128, 1, 8, 8, 3),
+        S(128, 128, 128, 1, 8, 8, 3),
+        S(64, 128, 128, 1, 8, 4, 4),
+        S(64, 64, 128, 1, 8, 4, 4),
+    ),
     low_rank=(S(128, 128, 128, 1, 8, 8, 3), S(64, 64, 128, 1, 8, 4, 4)),
     skinny=(S(16, 64, 256, 1, 8, 4, 3), S(32, 64, 128, 1, 8, 4, 4)),
     unaligned=S(32, 64, 64, 1, 8, 4, 2),
@@ -124,9 +137,11 @@ def m_bucket(M: int) -> int:
 
 
 def gemm_schedule(
-    arch: str, M: int, N: int, K: int, *, low_rank: bool = False, multiprocessors: int = 1, tuned: Mapping[Key, GemmSchedule] | None = None
+    arch: str, M: int, N: int, K: int, *, low_rank: bool = False, multiprocessors: int = 1,
+    tuned: Mapping[Key, GemmSchedule] | None = None,
 ) -> GemmSchedule:  # fmt: skip
-    """The schedule for out [M, N] over K. Among the tiles the first one that gives every multiprocessor a program; pure."""
+    """The schedule for out [M, N] over K. Among the tiles the first one that gives every multiprocessor a program;
+    pure."""
     table = gemm_table(arch)
     if K % 16:
         return table.unaligned
@@ -147,7 +162,8 @@ Key = tuple[str, int, int, int, bool]
 
 
 def parse_tuned(document: object) -> dict[Key, GemmSchedule]:
-    """The tuned table from its JSON document; ValueError naming the entry when one does not hold what the module describes."""
+    """The tuned table from its JSON document; ValueError naming the entry when one does not hold what the module
+    describes."""
     if not isinstance(document, dict):
         raise ValueError("expected an object keyed by architecture")
     table: dict[Key, GemmSchedule] = {}
@@ -158,23 +174,26 @@ def parse_tuned(document: object) -> dict[Key, GemmSchedule]:
             where = f"{arch}[{i}]"
             if not isinstance(entry, dict):
                 raise ValueError(f"{where}: expected an object")
-            sizes = [entry.get(name) for name in ("m", "n", "k")]
+            m, n, k = (entry.get(name, 0) for name in ("m", "n", "k"))
             fields = entry.get("schedule")
             if not isinstance(fields, list) or len(fields) != len(GemmSchedule._fields):
                 raise ValueError(f"{where}: schedule: expected {len(GemmSchedule._fields)} integers")
-            if not all(type(value) is int and 0 < value < 2**31 for value in (*sizes, *fields)):
+            if not all(type(value) is int and 0 < value < 2**31 for value in (m, n, k, *fields)):
                 raise ValueError(f"{where}: expected positive integers")
             schedule = GemmSchedule(*fields)
             blocks = (schedule.block_m, schedule.block_n, schedule.block_k, schedule.num_warps)
             if any(value & (value - 1) for value in blocks) or max(blocks) > 512 or min(blocks[:3]) < 16:
-                raise ValueError(f"{where}: expected blocks that are powers of two from 16 to 512, found {list(blocks)}")
-            table[(arch, sizes[0], sizes[1], sizes[2], bool(entry.get("low_rank", False)))] = schedule
+                raise ValueError(
+                    f"{where}: expected blocks that are powers of two from 16 to 512, found {list(blocks)}"
+                )
+            table[(str(arch), m, n, k, bool(entry.get("low_rank", False)))] = schedule
     return table
 
 
 @lru_cache(maxsize=1)
 def tuned_schedules() -> Mapping[Key, GemmSchedule]:
-    """The tuned table of this installation, empty when there is none; an unreadable one is reported once and left out."""
+    """The tuned table of this installation, empty when there is none; an unreadable one is reported once and left
+    out."""
     named = os.environ.get(TUNED_VARIABLE)
     path = Path(named) if named else Path(__file__).with_name("tuned.json")
     if not named and not path.is_file():

@@ -1,12 +1,14 @@
 """4-bit weights to the INT8 codes that `int8_matmul` takes.
 
-    convrot_w4a4     code[n, k] = two's complement nibble, low nibble = even k                  the row scale stays outside
+    convrot_w4a4     code[n, k] = two's complement nibble, low nibble = even k            the row scale stays outside
     asym_w4a8_int8   code[n, k] = clamp(round(v * e4m3(scale[n, k // G])), -127, 127), half to even
-                     v = codebook[c], or c - 8 without one; c = unsigned nibble, low nibble = even k; the channel scale stays outside
+                     v = codebook[c], or c - 8 without one; c = unsigned nibble, low nibble = even k; the channel
+                     scale stays outside
 
-Source: comfy-kitchen's convrot_w4a4 and w4a8 layouts. A weight is decoded in chunks of rows just ahead of its product, so that the codes are
-read back from L2: at the token counts of diffusion that costs 1.5 bytes a weight, under 2 % of the product, where decoding inside the product
-would repeat the work for every row tile of the activation.
+Source: comfy-kitchen's convrot_w4a4 and w4a8 layouts. A weight is decoded in chunks of rows just ahead of its
+product, so that the codes are read back from L2: at the token counts of diffusion that costs 1.5 bytes a weight,
+under 2 % of the product, where decoding inside the product would repeat the work for every row tile of the
+activation.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -24,7 +26,8 @@ ROWS, BYTES, WARPS = 4, 512, 4
 
 @triton.jit(do_not_specialize=["N"])
 def w4_decode_kernel(
-    w_ptr: tl.tensor, scale_ptr: tl.tensor, codebook_ptr: tl.tensor, out_ptr: tl.tensor, N: tl.tensor, half_k: tl.tensor,
+    w_ptr: tl.tensor, scale_ptr: tl.tensor, codebook_ptr: tl.tensor, out_ptr: tl.tensor, N: tl.tensor,
+    half_k: tl.tensor,
     stride_w: tl.tensor, stride_scale: tl.tensor, GROUPED: tl.constexpr, CODEBOOK: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BYTES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -58,7 +61,9 @@ def w4_decode_kernel(
     tl.store(target, tl.join(even, odd).reshape(ROWS, BYTES * 2), mask=out_mask)
 
 
-def _launch(weight: torch.Tensor, scale: torch.Tensor | None, codebook: torch.Tensor | None, group_size: int) -> torch.Tensor:
+def _launch(
+    weight: torch.Tensor, scale: torch.Tensor | None, codebook: torch.Tensor | None, group_size: int
+) -> torch.Tensor:
     N, half_k = weight.shape
     out = torch.empty((N, half_k * 2), dtype=torch.int8, device=weight.device)
     if out.numel() == 0:
@@ -66,7 +71,8 @@ def _launch(weight: torch.Tensor, scale: torch.Tensor | None, codebook: torch.Te
     with on_device_of(weight):
         w4_decode_kernel[(triton.cdiv(N, ROWS), triton.cdiv(half_k, BYTES))](
             weight, weight if scale is None else scale, weight if codebook is None else codebook, out, N, half_k,
-            weight.stride(0), 0 if scale is None else scale.stride(0), GROUPED=scale is not None, CODEBOOK=codebook is not None,
+            weight.stride(0), 0 if scale is None else scale.stride(0), GROUPED=scale is not None,
+            CODEBOOK=codebook is not None,
             GROUP=group_size, ROWS=ROWS, BYTES=BYTES, num_warps=WARPS,
         )  # fmt: skip
     return out
@@ -80,8 +86,9 @@ def decode_int4(weight: torch.Tensor) -> torch.Tensor:
 def decode_w4a8(
     weight: torch.Tensor, scale: torch.Tensor, codebook: torch.Tensor | None = None, *, group_size: int = 16
 ) -> torch.Tensor:
-    """weight uint8 [N, K / 2] of unsigned codes, scale float8_e4m3fn (or its bytes) [N, K / group_size], codebook float32 [16] or None
-    (uniform: c - 8) -> int8 [N, K], the codes of the channel-scaled INT8 weight. group_size: a multiple of 4 that divides K."""
+    """weight uint8 [N, K / 2] of unsigned codes, scale float8_e4m3fn (or its bytes) [N, K / group_size], codebook
+    float32 [16] or None (uniform: c - 8) -> int8 [N, K], the codes of the channel-scaled INT8 weight. group_size: a
+    multiple of 4 that divides K."""
     weight = check_bytes("weight", weight)
     scale = check_bytes("scale", scale)
     N, K = weight.shape[0], weight.shape[1] * 2

@@ -1,7 +1,8 @@
 """One set of tests, two ways to run a kernel.
 
-With TRITON_INTERPRET=1 in the environment the tests run in Triton's interpreter on CPU tensors; test_interpreter.py starts such a session, since
-Triton reads the variable at import and the ahead-of-time builds need it unset. In an ordinary session the same tests are marked gpu.
+With TRITON_INTERPRET=1 in the environment the tests run in Triton's interpreter on CPU tensors; test_interpreter.py
+starts such a session, since Triton reads the variable at import and the ahead-of-time builds need it unset. In an
+ordinary session the same tests are marked gpu.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def rotated(hadamard):
 
 @pytest.fixture
 def swizzled():
-    """swizzled(scales [R, C] of bytes): the 128x4 image, one scale at a time by the formula in cuBLAS's documentation."""
+    """swizzled(scales [R, C] of bytes): the 128x4 image, one scale at a time by the formula in cuBLAS's
+    documentation."""
 
     def build(scales: torch.Tensor) -> torch.Tensor:
         rows, columns = scales.shape

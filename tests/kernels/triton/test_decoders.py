@@ -82,7 +82,9 @@ def test_nvfp4_subnormal_and_nan_scales(swizzled, device):
     packed = bytes_of(2, 64, seed=2)
     scales = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [0x7F, 0xFF, 0x7E, 0x81, 8, 9, 10, 0x38]], dtype=torch.uint8)
     exact = E2M1[nibbles_high_first(packed)] * e4m3(scales).repeat_interleave(16, 1)
-    out = decode_nvfp4(packed.to(device), swizzled(scales).to(device), torch.ones(1, device=device), columns=128, dtype=torch.float32)
+    out = decode_nvfp4(
+        packed.to(device), swizzled(scales).to(device), torch.ones(1, device=device), columns=128, dtype=torch.float32
+    )
     check_close(out, exact, torch.float32)
 
 
@@ -141,12 +143,17 @@ def test_int4(shape, device):
 def test_w4a8(shape, with_codebook, group_size, device):
     N, K = shape
     packed = bytes_of(N, K // 2, seed=K)
-    scale = torch.randint(0x28, 0x68, (N, K // group_size), generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    scale = torch.randint(
+        0x28, 0x68, (N, K // group_size), generator=torch.Generator().manual_seed(4), dtype=torch.uint8
+    )
     codebook = torch.linspace(-8, 7.5, 16).sort().values if with_codebook else None
     codes = nibbles_low_first(packed)
     values = codebook.double()[codes] if with_codebook else codes.double() - 8
-    # Products of a codebook value with at most 8 significant bits and an e4m3 scale are exact in float32, so ties are ties.
-    expected = (values.float() * e4m3(scale).float().repeat_interleave(group_size, 1)).round().clamp(-127, 127).to(torch.int8)
+    # Products of a codebook value with at most 8 significant bits and an e4m3 scale are exact in float32, so ties are
+    # ties.
+    expected = (
+        (values.float() * e4m3(scale).float().repeat_interleave(group_size, 1)).round().clamp(-127, 127).to(torch.int8)
+    )
     out = decode_w4a8(
         packed.to(device), scale.view(torch.float8_e4m3fn).to(device), codebook.to(device) if with_codebook else None,
         group_size=group_size,
@@ -163,8 +170,14 @@ def test_strided_rows(device):
     ("call", "words"),
     [
         (lambda w: decode_nvfp4(w, w, torch.ones(1), columns=129, dtype=torch.float16), "columns: expected 0 to 128"),
-        (lambda w: decode_nvfp4(w, w, torch.ones(1), columns=128, dtype=torch.float16, rows=(2, 5)), "rows: expected a range inside"),
-        (lambda w: decode_nvfp4(w, w, torch.ones(1), columns=128, dtype=torch.float16), "scale: expected at least 1024 bytes"),
+        (
+            lambda w: decode_nvfp4(w, w, torch.ones(1), columns=128, dtype=torch.float16, rows=(2, 5)),
+            "rows: expected a range inside",
+        ),
+        (
+            lambda w: decode_nvfp4(w, w, torch.ones(1), columns=128, dtype=torch.float16),
+            "scale: expected at least 1024 bytes",
+        ),
         (lambda w: decode_mxfp8(w, w.float(), columns=64, dtype=torch.float16), "scale: expected 8-bit codes"),
         (lambda w: decode_fp8(w, torch.ones(3), dtype=torch.float16), "scale: expected 1 or 4 elements"),
         (lambda w: decode_fp8(w, torch.ones(4), dtype=torch.int8), "dtype: expected float16"),

@@ -11,7 +11,8 @@ from quant_loader.kernels.triton_ops.float_quantizer import quantize_fp8, quanti
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().double()
-# A value this close to the middle of two levels, in units of itself, may go either way: x / s is x * (1 / s) in float32.
+# A value this close to the middle of two levels, in units of itself, may go either way: x / s is x * (1 / s) in
+# float32.
 SLACK = 2**-21
 SHAPES = [(1, 32), (5, 123), (6, 1000), (2, 3072)]
 TALL = (261, 96)  # more than one tile of scale rows
@@ -43,7 +44,9 @@ def test_fp8(shape, dtype, device):
 
 def test_fp8_rounds_like_torch(device):
     every_half = torch.arange(0x3C00, 0x7C00, dtype=torch.int16).view(torch.float16).float()
-    x = torch.cat([every_half, -every_half, torch.arange(0, 0x3C00, dtype=torch.int16).view(torch.float16).float()])[None]
+    x = torch.cat([every_half, -every_half, torch.arange(0, 0x3C00, dtype=torch.int16).view(torch.float16).float()])[
+        None
+    ]
     wanted = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     q = quantize_fp8(x.to(device), torch.ones(1, device=device)).cpu()
     assert torch.equal(q.view(torch.uint8), wanted.view(torch.uint8))
@@ -111,7 +114,10 @@ def check_nvfp4(shape, dtype, swizzled, device) -> None:
 
 
 def test_nvfp4_ties_go_to_the_even_code(device):
-    x = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0]], device=device)
+    x = torch.tensor(
+        [[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0]],
+        device=device,
+    )
     q, image = quantize_nvfp4(x, torch.tensor(1.0, device=device))
     assert image.cpu()[0, 0] == 0x38  # 1.0
     codes = torch.stack([q.cpu()[0] >> 4, q.cpu()[0] & 0xF], -1).flatten()

@@ -10,9 +10,19 @@ pytest.importorskip("triton")
 from quant_loader.kernels.triton_ops.int8_gemm import MAX_K, int8_matmul
 from quant_loader.kernels.triton_ops.schedules import GemmSchedule, gemm_table
 
-# The result is rounded once, to out_dtype: half a unit of the last place on a device, a whole one in the interpreter's bfloat16.
+# The result is rounded once, to out_dtype: half a unit of the last place on a device, a whole one in the
+# interpreter's bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-SHAPES = [(1, 1, 1), (1, 64, 128), (2, 33, 16), (5, 123, 123), (16, 48, 272), (17, 130, 64), (33, 65, 160), (129, 72, 144)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 64, 128),
+    (2, 33, 16),
+    (5, 123, 123),
+    (16, 48, 272),
+    (17, 130, 64),
+    (33, 65, 160),
+    (129, 72, 144),
+]
 
 
 def operands(M: int, N: int, K: int, device: str):
@@ -143,7 +153,9 @@ def fits(schedule: GemmSchedule) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4608, 3072, 3072), (512, 9216, 3072), (100, 3072, 15360), (1, 18432, 3072)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4608, 3072, 3072), (512, 9216, 3072), (100, 3072, 15360), (1, 18432, 3072)], ids=str
+)
 def test_model_shapes_on_a_device(shape):
     a, b, scale_a, scale_b, bias = operands(*shape, "cuda")
     y = int8_matmul(a, b, scale_a, scale_b, bias, out_dtype=torch.bfloat16)
@@ -164,7 +176,10 @@ def test_model_shapes_on_a_device(shape):
         ({"low_rank": torch.ones(2, 4)}, "low_rank, up: expected both"),
         ({"low_rank": torch.ones(2, 4), "up": torch.ones(3, 5)}, r"low_rank, up: expected \[2, R\]"),
         ({"out": torch.ones(2, 4)}, r"out: expected \[2, 3\]"),
-        ({"a": torch.zeros(2, MAX_K + 1, dtype=torch.int8), "b": torch.zeros(3, MAX_K + 1, dtype=torch.int8)}, "at most 131071"),
+        (
+            {"a": torch.zeros(2, MAX_K + 1, dtype=torch.int8), "b": torch.zeros(3, MAX_K + 1, dtype=torch.int8)},
+            "at most 131071",
+        ),
     ],
 )
 def test_refusals_name_the_argument(change, words):

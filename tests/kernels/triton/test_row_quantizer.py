@@ -9,9 +9,19 @@ pytest.importorskip("triton")
 
 from quant_loader.kernels.triton_ops.row_quantizer import quantize_rows, quantize_rows_static
 
-# Half a step of rounding, and what float32 leaves of a 256-term rotation relative to the row's maximum: about 127 * 16 * 2**-24.
+# Half a step of rounding, and what float32 leaves of a 256-term rotation relative to the row's maximum: about 127 *
+# 16 * 2**-24.
 STEP = 0.5 + 1e-3
-SHAPES = [(1, 16, 16), (3, 48, 16), (5, 192, 64), (2, 256, 256), (7, 768, 256), (17, 1280, 256), (2, 3072, 256), (1, 15360, 256)]
+SHAPES = [
+    (1, 16, 16),
+    (3, 48, 16),
+    (5, 192, 64),
+    (2, 256, 256),
+    (7, 768, 256),
+    (17, 1280, 256),
+    (2, 3072, 256),
+    (1, 15360, 256),
+]
 PLAIN_SHAPES = [(1, 1), (5, 123), (3, 1000), (65, 16), (2, 4100)]
 
 

@@ -101,7 +101,8 @@ def test_a_nan_in_the_weight_shows_in_its_row_only(device):
     assert torch.isnan(scale).tolist() == [False, True, False, False]
 
 
-# Output error of the INT8 linear against the unquantised float64 product: what each storage costs, plus what INT8 with ConvRot adds.
+# Output error of the INT8 linear against the unquantised float64 product: what each storage costs, plus what INT8
+# with ConvRot adds.
 BOUNDS = {"none": 0.016, "fp8": 0.033, "mxfp8": 0.033, "nvfp4": 0.101}
 
 
@@ -143,4 +144,3 @@ def test_error_of_the_linear_at_15360_columns(storage, weights):
     y = int8_matmul(q_x, q, scale_x, scale, out_dtype=torch.float32).cpu().double()
     exact = x.double() @ w.double().T
     assert (y - exact).norm() / exact.norm() <= BOUNDS[storage]
-
