@@ -39,7 +39,8 @@ HOSTILE_FILE = "hostile-names.safetensors"
 MANY_FORMATS_FILE = "mixed-formats.safetensors"
 CHANGING_FILE = "changing.safetensors"
 VIEWPORT = {"width": 1440, "height": 900}
-PATIENCE = 20_000  # milliseconds; the page itself needs seconds on a small machine
+PATIENCE = 30_000  # milliseconds; a verdict takes a few hundredths of it, on a machine with nothing else to do
+START = 120_000  # milliseconds for the page with its 600 modules
 
 
 class Editor:
@@ -54,10 +55,11 @@ class Editor:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     def open(self) -> None:
-        self.page.goto(self.server.address)
-        self.page.wait_for_function("window.app?.canvas && window.app.graph && window.app.extensionManager?.setting")
+        self.page.goto(self.server.address, timeout=START)
+        ready = "window.app?.canvas && window.app.graph && window.app.extensionManager?.setting"
+        self.page.wait_for_function(ready, timeout=START)
         # The frontend opens its default workflow when it is ready; a graph made before that would be replaced.
-        self.page.wait_for_function("app.isGraphReady !== false && app.graph.nodes.length > 0")
+        self.page.wait_for_function("app.graph.nodes.length > 0", timeout=START)
 
     def clear(self) -> None:
         """An empty graph, no dialog, no toast, nothing queued."""
