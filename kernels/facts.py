@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from typing import Literal
 
@@ -111,6 +111,7 @@ def own_kernels(environment: Mapping[str, str] | None = None) -> OwnKernels:
     return "first" if value == "first" else "on"
 
 
+@cache
 def _distribution(name: str) -> str | None:
     try:
         return metadata.version(name)

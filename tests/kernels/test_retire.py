@@ -20,7 +20,7 @@ def layer(quantised):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """pretend(kitchen=body, triton=body): an operation planned for a card, its GPU bodies replaced so that it runs here."""
+    """pretend(kitchen=body, triton=body): an operation planned for a card, its GPU bodies replaced."""
 
     def build(spec, **bodies):
         for backend, body in bodies.items():
