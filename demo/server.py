@@ -66,7 +66,7 @@ class ComfyServer:
         cpu: bool = True,
         with_pack: bool = True,
         extra_arguments: tuple[str, ...] = (),
-        start_timeout: float = 180.0,
+        start_timeout: float = 300.0,
     ) -> None:
         self.base = base.resolve()
         self.port = port if port is not None else free_port()
