@@ -36,14 +36,16 @@ def load_diffusion_model(
 
     from .ops import LoadContext, operations
     from .patcher import adopt
+    from .progress import Progress
     from .state_dict import fold, read, verify, without_quantisation
 
     paths = list(report.files)
     sd, metadata = read(paths)
     options: dict[str, Any] = {}
-    context = LoadContext(execution)
+    progress = Progress(2 * len(report.layers))
+    context = LoadContext(execution, progress)
     if report.verdict != "unquantized":
-        sd = fold(sd, report.layers)
+        sd = fold(sd, report.layers, step=progress.step)
         options["custom_operations"] = operations(context)
         metadata = without_quantisation(metadata)
     patcher = comfy.sd.load_diffusion_model_state_dict(
@@ -57,6 +59,7 @@ def load_diffusion_model(
     if report.verdict != "unquantized":
         verify(report.layers, context, paths)
         patcher = adopt(patcher)
+    progress.finish()
     patcher.cached_patcher_init = (reload_diffusion_model, (paths, rules, execution))
     return patcher, report
 

@@ -17,7 +17,8 @@ import torch
 from .. import kernels
 from ..checkpoint import LayerSpec
 from . import guard
-from .packed import LAYOUT, as_stored, dense_weight, is_packed, plain_tensors
+from .packed import LAYOUT, as_stored, dense_weight, is_packed, parameter, plain_tensors
+from .progress import Progress
 from .sidepath import SidePath
 
 _manual_cast: Any = comfy.ops.manual_cast
@@ -29,10 +30,11 @@ class LoadContext:
 
     ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
     ``mismatches``: sentences about layers whose shape the model disagrees with. ``warnings``: what the output guards
-    said after a run.
+    said after a run. ``progress`` takes a step for each layer, and with it the interrupt.
     """
 
     execution: str = "auto"
+    progress: Progress | None = None
     consumed: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
     dequantised: dict[str, str] = field(default_factory=dict)
@@ -58,6 +60,8 @@ class _Packable:
 
     def _take(self, weight: Any, module_shape: tuple[int, ...]) -> None:
         """Adopt a packed weight, or note that it does not fit ``module_shape``."""
+        if self.context.progress is not None:
+            self.context.progress.step()
         declaration = weight._params.declaration
         if not _fits(declaration.shape, module_shape, declaration.format):
             self.context.mismatches.append(
@@ -66,7 +70,7 @@ class _Packable:
             )
             return
         params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=self.module_dtype)
-        self.weight = torch.nn.Parameter(type(weight)(weight._qdata, LAYOUT, params), requires_grad=False)
+        self.weight = parameter(type(weight)(weight._qdata, LAYOUT, params))
         # The kernels cut and pad what the file stores beyond the model's own shape.
         self.spec = dataclasses.replace(declaration.spec(), shape=(module_shape[0], module_shape[1]))
         self.context.consumed.add(declaration.name)
@@ -94,7 +98,7 @@ class _Packable:
             moved = fn(param)
             if not torch.is_inference_mode_enabled() and moved.is_inference():
                 moved = moved.clone()
-            self.register_parameter(key, torch.nn.Parameter(moved, requires_grad=False))  # type: ignore[attr-defined]
+            self.register_parameter(key, parameter(moved))  # type: ignore[attr-defined]
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from comfy.patcher_extension import PatcherInjection
 
 from . import guard
 from .errors import QuantLoaderError
-from .packed import is_packed
+from .packed import parameter
 from .sidepath import Patch, SidePath
 
 INJECTION = "quant_loader"
@@ -28,7 +28,7 @@ _Static: Any = comfy.model_patcher.ModelPatcher
 _Dynamic: Any = getattr(comfy.model_patcher, "ModelPatcherDynamic", None)
 
 # What ComfyUI keeps in a patcher's backup while a weight is replaced.
-_Backup = collections.namedtuple("_Backup", ["weight", "inplace_update"])  # noqa: PYI024
+_Backup = collections.namedtuple("_Backup", ["weight", "inplace_update"])
 
 
 def packed_modules(model: torch.nn.Module) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class _SidePatches:
             return moved
         if key not in self.backup:  # type: ignore[attr-defined]
             self.backup[key] = _Backup(weight, False)  # type: ignore[attr-defined]
-        comfy.utils.set_attr_param(self.model, key, moved)
+        comfy.utils.set_attr(self.model, key, parameter(moved))
         return None
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:

@@ -45,18 +45,24 @@ def _read_plain(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def fold(
-    sd: dict[str, torch.Tensor], layers: Sequence[LayerSpec], dense: Callable[[str], bool] | None = None
+    sd: dict[str, torch.Tensor],
+    layers: Sequence[LayerSpec],
+    dense: Callable[[str], bool] | None = None,
+    step: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """``sd`` with every quantised layer's tensors folded into one packed ``<name>.weight`` of logical shape.
 
     Architecture detection then sees logical shapes, and no scale or marker is left over for ComfyUI to drop.
-    ``dense(name)`` says which layers to hand over dequantised, because what loads them knows no packed weights.
+    ``dense(name)`` says which layers to hand over dequantised, because what loads them knows no packed weights;
+    ``step`` is called before each layer.
     """
     from .packed import pack
 
     out: dict[str, Any] = dict(sd)
     dtype = _float_dtype(out, layers)
     for spec in layers:
+        if step is not None:
+            step()
         tensors = {suffix: out.pop(name) for suffix, name in spec.tensors.items() if name in out}
         marker = out.pop(f"{_stem(spec)}.comfy_quant", None)
         raw = bytes(marker.contiguous().view(torch.uint8).numpy().tobytes()) if marker is not None else None

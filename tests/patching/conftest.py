@@ -11,8 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import in_process  # noqa: E402, F401  (prepares ComfyUI before anything imports it)
-from quant_loader.demo import models, quantize  # noqa: E402
+import in_process  # noqa: F401  (prepares ComfyUI before anything imports it)
+from quant_loader.demo import models, quantize
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def flux_inputs(seed: int = 5, batch: int = 1) -> Inputs:
     )
 
 
-def denoise(patcher: Any, inputs: Inputs | None = None) -> torch.Tensor:
+def denoise(patcher: Any, inputs: Inputs | None = None, **options: Any) -> torch.Tensor:
     """Load the patcher as a sampler would, and call the model once."""
     import comfy.model_management
 
@@ -61,7 +61,7 @@ def denoise(patcher: Any, inputs: Inputs | None = None) -> torch.Tensor:
     comfy.model_management.load_models_gpu([patcher])
     patcher.pre_run()
     with torch.no_grad():
-        out = patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector)
+        out = patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector, **options)
     patcher.cleanup()
     return out
 

@@ -104,7 +104,11 @@ def test_sizes_are_the_files(quantizer: str, load: Callable[..., Any], files: Ca
         size = comfy.model_management.module_size(module)
         assert size == stored + marker + module.bias.nbytes, key
         packed += size
-    plain = [p for k, p in patcher.model.named_parameters() if not any(k.startswith(m[:-6]) for m in packed_modules(patcher.model))]
+    plain = [
+        p
+        for k, p in patcher.model.named_parameters()
+        if not any(k.startswith(m[:-6]) for m in packed_modules(patcher.model))
+    ]
     buffers = sum(b.nbytes for b in patcher.model.state_dict().values()) - packed - sum(p.nbytes for p in plain)
     assert 0 <= buffers == patcher.model_size() - packed - sum(p.nbytes for p in plain)
 
@@ -113,7 +117,7 @@ def test_any_mix_of_formats_and_rotation_groups(
     tmp_path: Path, base_tensors: quantize.Tensors, load_base: Callable[[], Any]
 ) -> None:
     tensors, marked = dict(base_tensors), {}
-    names = [n for n in quantize.layers_to_quantize(base_tensors)]
+    names = list(quantize.layers_to_quantize(base_tensors))
     mixed = [q for q in FORMATS if q != "quanto_int8"]
     for index, name in enumerate(names):
         quantizer = mixed[index % len(mixed)]
@@ -153,13 +157,19 @@ def test_layers_whose_sizes_are_no_multiples_of_anything(quantizer: str, rows: i
         assert relative(y - module.bias, x.double() @ weight.double().T) < 1.35 * LINEAR_ERROR[quantizer]
 
 
-def linear_from_file(tmp_path: Path, weight: torch.Tensor, quantizer: str, bias: bool = True, **more: torch.Tensor) -> Any:
+def linear_from_file(
+    tmp_path: Path, weight: torch.Tensor, quantizer: str, bias: bool = True, **more: torch.Tensor
+) -> Any:
     """A module with one linear ``layer`` of ours, filled from a file the way ComfyUI fills one."""
     from quant_loader.patching.ops import LoadContext, operations
     from quant_loader.patching.state_dict import fold, read
 
     N, K = weight.shape
-    tensors = {"layer.weight": weight, "layer.bias": torch.zeros(N, dtype=weight.dtype), "other.weight": weight[0].clone()}
+    tensors = {
+        "layer.weight": weight,
+        "layer.bias": torch.zeros(N, dtype=weight.dtype),
+        "other.weight": weight[0].clone(),
+    }
     tensors, metadata = quantize.quantize(tensors, quantizer, layers=["layer"])
     tensors.update({f"layer.{suffix}": t for suffix, t in more.items()})
     path = quantize.save(tmp_path / "layer.safetensors", tensors, metadata)
@@ -202,7 +212,10 @@ def test_a_layer_of_another_shape_is_named(tmp_path: Path, base_tensors: quantiz
     name = "double_blocks.0.img_mlp.0"
     tensors = {**base_tensors, f"{name}.weight": base_tensors[f"{name}.weight"][:-64].clone()}
     path = quantize.save(tmp_path / "m.safetensors", *quantize.quantize(tensors, "int8_row"))
-    with pytest.raises(ModelMismatch, match=r"1 of 13 quantised layers disagree.\n- double_blocks.0.img_mlp.0: the file holds 960 x 256"):
+    with pytest.raises(
+        ModelMismatch,
+        match=r"1 of 13 quantised layers disagree.\n- double_blocks.0.img_mlp.0: the file holds 960 x 256",
+    ):
         load_file(path)
 
 
@@ -224,7 +237,9 @@ def test_a_layer_the_model_lacks_is_named(tmp_path: Path, base_tensors: quantize
         load_file(path)
 
 
-def test_a_refused_file_is_never_read(tmp_path: Path, base_tensors: quantize.Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_file_is_never_read(
+    tmp_path: Path, base_tensors: quantize.Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quant_loader.patching import state_dict
 
     tensors, metadata = quantize.quantize(base_tensors, "int8_row")
@@ -248,13 +263,21 @@ def test_output_guards_name_the_layer_once(damage: str, load: Callable[..., Any]
     name = "double_blocks.0.img_attn.proj"
     module = packed_modules(patcher.model)[f"diffusion_model.{name}.weight"]
     params = module.weight._params
-    scale = torch.full_like(params.weight_scale, float("nan")) if damage == "nan" else torch.zeros_like(params.weight_scale)
-    damaged = type(module.weight)(module.weight._qdata, module.weight._layout_cls, dataclasses.replace(params, weight_scale=scale))
+    scale = (
+        torch.full_like(params.weight_scale, float("nan")) if damage == "nan" else torch.zeros_like(params.weight_scale)
+    )
+    damaged = type(module.weight)(
+        module.weight._qdata, module.weight._layout_cls, dataclasses.replace(params, weight_scale=scale)
+    )
     module.weight = torch.nn.Parameter(damaged, requires_grad=False)
     module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
     denoise(patcher)
     (first, *others) = module.context.warnings
-    assert f"Layer {name} (int8_tensorwise)" in first if damage == "zero" else any(name in w for w in module.context.warnings)
+    assert (
+        f"Layer {name} (int8_tensorwise)" in first
+        if damage == "zero"
+        else any(name in w for w in module.context.warnings)
+    )
     assert damage == "nan" or not others
     count = len(module.context.warnings)
     denoise(patcher)

@@ -130,7 +130,10 @@ def effect_errors(patcher: Any, loras: list[tuple[Tensors, float]]) -> dict[str,
         before = {key: modules[key](x) for key, x in inputs.items()}
         denoise(patched)
         after = {key: modules[key](x) for key, x in inputs.items()}
-    return {key: relative(after[key].double() - before[key].double(), x.double() @ delta[key].T) for key, x in inputs.items()}
+    return {
+        key: relative(after[key].double() - before[key].double(), x.double() @ delta[key].T)
+        for key, x in inputs.items()
+    }
 
 
 @pytest.mark.parametrize("quantizer", FORMATS)
@@ -159,7 +162,8 @@ def test_other_adapters_are_applied_exactly_and_named(quantizer: str, name: str,
     patched = with_lora(patcher, lora, 0.7)
     (head, line) = patched.lora_report()
     assert head == "1 patches on 1 quantised layers: 0 beside the weight, 1 on a dequantised copy"
-    assert name in line and "dequantised copy" in line
+    assert name in line
+    assert "dequantised copy" in line
 
     key = "diffusion_model.double_blocks.0.img_mlp.0.weight"
     module = packed_modules(patcher.model)[key]
@@ -208,9 +212,7 @@ def test_stacked_loras_add_up(load: Callable[..., Any]) -> None:
     assert stacked.lora_report()[0] == "19 patches on 8 quantised layers: 19 beside the weight"
 
 
-def test_a_lora_on_smoothed_nvfp4_acts_on_the_unsmoothed_input(
-    tmp_path: Path, base_tensors: Tensors
-) -> None:
+def test_a_lora_on_smoothed_nvfp4_acts_on_the_unsmoothed_input(tmp_path: Path, base_tensors: Tensors) -> None:
     from quant_loader.patching.load import load_diffusion_model
 
     tensors, metadata = quantize.quantize(base_tensors, "nvfp4")
@@ -230,7 +232,9 @@ def test_a_lora_without_a_matching_key_is_an_error(load: Callable[..., Any]) -> 
 
 def test_a_lora_of_another_size_is_an_error_that_names_the_layer(load: Callable[..., Any]) -> None:
     lora = kohya_lora(names={"double_blocks_0_img_mlp_0": (2 * H, H)})
-    with pytest.raises(QuantLoaderError, match=r"512 x 256 for diffusion_model.double_blocks.0.img_mlp.0.weight.*1024 x 256"):
+    with pytest.raises(
+        QuantLoaderError, match=r"512 x 256 for diffusion_model.double_blocks.0.img_mlp.0.weight.*1024 x 256"
+    ):
         with_lora(load("int8_row"), lora)
 
 
@@ -360,7 +364,9 @@ def test_a_hook_comes_on_top_of_the_models_own_lora(load: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("other", ["base", "int8_convrot"])
-def test_merging_with_another_model_is_exact(other: str, load: Callable[..., Any], load_base: Callable[[], Any]) -> None:
+def test_merging_with_another_model_is_exact(
+    other: str, load: Callable[..., Any], load_base: Callable[[], Any]
+) -> None:
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
     patcher = load("int8_row")
