@@ -73,7 +73,7 @@ def check_answer(folder: str, file: str, rules: str) -> dict[str, Any]:
     """
     paths = _paths(folder, file)
     report = check(paths, rules=rules)
-    answer = report.to_dict()
+    answer: dict[str, Any] = report.to_dict()
     answer["files"] = [PurePath(path).name for path in report.files]
     weights = sum(layer.N * layer.K for layer in report.layers)
     packed = sum(layer.bytes for layer in report.layers)
@@ -225,16 +225,16 @@ def _planned(report: Report, execution: str) -> dict[str, Any]:
     # Deferred: the check must answer even where torch or a kernel library is broken.
     import comfy.model_management
 
-    from .. import kernels
+    from ..kernels import device_facts
 
-    facts = kernels.device_facts(comfy.model_management.get_torch_device())
+    facts = device_facts(comfy.model_management.get_torch_device())
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     layers: dict[str, int] = {}
     seen: dict[str, tuple[Any, ...]] = {}
     for layer in report.layers:
         kind = f"{layer.format} {layer.shape} {sorted(layer.annotations.items())!r}"
         if kind not in seen:
-            seen[kind] = _plan_of(kernels, layer, facts, execution)
+            seen[kind] = _plan_of(layer, facts, execution)
         key = seen[kind]
         if key not in groups:
             fields = ("format", "backend", "operator", "execution", "reason", "slow")
@@ -247,13 +247,15 @@ def _planned(report: Report, execution: str) -> dict[str, Any]:
     return {"device": facts.name, "groups": list(groups.values()), "layers": layers}
 
 
-def _plan_of(kernels: Any, layer: LayerSpec, facts: Any, execution: str) -> tuple[Any, ...]:
+def _plan_of(layer: LayerSpec, facts: Any, execution: str) -> tuple[Any, ...]:
     """(format, backend, operator, execution, reason, slow); a layer that nothing can run says so in its reason."""
+    from ..kernels import plan
+
     try:
-        plan = kernels.plan(layer, facts, execution)
+        chosen = plan(layer, facts, execution)
     except ValueError as error:
         return layer.format, "none", "", "", str(error), True
-    return layer.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow
+    return layer.format, chosen.backend, chosen.operator, chosen.execution, chosen.reason, chosen.slow
 
 
 def _json(answer: dict[str, Any]) -> str:
