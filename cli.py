@@ -20,8 +20,6 @@ from .checkpoint import Report
 
 OK, REFUSED, BAD_REQUEST = 0, 1, 2
 
-_WRONG_REQUEST = ("extra.file.not_found", "extra.file.special", "extra.file.not_checkpoint", "extra.file.unreadable")
-
 
 class Command(NamedTuple):
     """A subcommand: its one-line help, what adds its arguments, what runs it."""
@@ -142,7 +140,7 @@ def exit_code(report: Report) -> int:
     """The design's exit code of one report."""
     if report.verdict != "refused":
         return OK
-    if all(fault.rule in _WRONG_REQUEST for fault in report.errors):
+    if all(fault.rule in commands.WRONG_REQUEST for fault in report.errors):
         return BAD_REQUEST
     return REFUSED
 

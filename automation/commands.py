@@ -17,6 +17,10 @@ from . import console
 from .errors import Refused, RequestError
 
 OK, REFUSED, BAD_REQUEST = 0, 1, 2
+WRONG_REQUEST = frozenset(
+    {"extra.file.not_found", "extra.file.special", "extra.file.not_checkpoint", "extra.file.unreadable"}
+)
+"""Faults that mean there is nothing to judge."""
 Table = Callable[[Report, list[str]], str]
 
 
@@ -278,8 +282,82 @@ def _convert(arguments: argparse.Namespace) -> int:
     return OK
 
 
+# -- plan and doctor ---------------------------------------------------------------------------------------------------
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="a checkpoint: a .safetensors file, a shard, an index or an address"
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="plan for a named card instead of this machine: sm_86, rtx4090, gfx1100, mps, cpu, ...; "
+        "may be given several times",
+    )
+    parser.add_argument(
+        "--execution",
+        choices=("auto", "native", "int8", "exact"),
+        default="auto",
+        help="the node's setting (default: auto)",
+    )
+    parser.add_argument("--rules", choices=("strict", "compatible"), default="strict", help="which rule set decides")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .outlook import devices, outlook
+
+    report = report_on([arguments.file], arguments.rules, deep=False)
+    places = devices(arguments.device)
+    if report.verdict == "refused":
+        if all(fault.rule in WRONG_REQUEST for fault in report.errors):
+            raise RequestError(report.errors[0].message)
+        raise Refused(
+            f"{shown([arguments.file])[0]} is refused, so nothing of it would run.",
+            tuple(verdict_text(report).splitlines()),
+        )
+    answers = [(name, facts, outlook(report.layers, facts, arguments.execution)) for name, facts in places]
+    if arguments.json:
+        found = [{"device": n, "name": f.name, "groups": [g.to_dict() for g in groups]} for n, f, groups in answers]
+        document = {
+            "file": shown([arguments.file])[0],
+            "summary": report.summary,
+            "execution": arguments.execution,
+            "devices": found,
+        }
+        console.say(json.dumps(document, indent=2))
+        return OK
+    console.say(report.summary)
+    for name, facts, groups in answers:
+        console.say(f"\n{name}: {clean(facts.name)}")
+        for group in groups:
+            console.say("\n".join(f"  {line}" for line in group.lines()))
+    return OK
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import diagnose
+
+    found = diagnose()
+    console.say(json.dumps(found.to_dict(), indent=2) if arguments.json else found.text())
+    return OK
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "repair": ("Write a mended copy of a file: lossless mends only.", repair_arguments, answered("repair", _repair)),
+    "plan": ("Say which kernel would run each layer of a file, and why.", plan_arguments, answered("plan", _plan)),
+    "doctor": (
+        "Versions, devices and kernels of this machine, for a bug report.",
+        doctor_arguments,
+        answered("doctor", _doctor),
+    ),
     "convert-workflow": (
         "Put this pack's loaders in place of the stock ones in a workflow.",
         convert_arguments,
