@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -264,8 +265,8 @@ def inspect(arch: str, index: int) -> Result:
 
 
 def _start_worker(cache: str) -> None:
-    triton.knobs.cache.dir = cache
-    triton.knobs.compilation.always_compile = True
+    os.environ["TRITON_CACHE_DIR"] = cache
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 
 def inspect_all(architectures: Sequence[str], jobs: int) -> list[Result]:
@@ -301,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(arguments)
-    if triton.knobs.runtime.interpret:
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET is set: unset it, interpreted kernels cannot be built")
     results = inspect_all(options.arch, options.jobs)
     text = json.dumps([r._asdict() for r in results], indent=1) if options.json else format_table(results)

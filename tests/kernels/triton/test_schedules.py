@@ -156,7 +156,8 @@ def test_an_unreadable_file_is_reported_and_left_out(tuned_file, content, caplog
     ("arch", "supported"),
     [
         ("sm_61", False), ("sm_75", False), ("sm_80", True), ("sm_89", True), ("sm_90a", True), ("sm_120", True),
-        ("gfx1030", False), ("gfx1100", True), ("gfx1201", True), ("gfx942:sramecc+:xnack-", True), ("gfx906", False), ("mps", False),
+        ("gfx1030", False), ("gfx1100", True), ("gfx1201", True), ("gfx942:sramecc+:xnack-", True),
+        ("gfx906", False), ("mps", False),
     ],
 )  # fmt: skip
 def test_where_the_product_is_supported(arch, supported):
