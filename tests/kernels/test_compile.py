@@ -1,4 +1,4 @@
-"""torch.compile: one graph per layer for every format and several token counts, and nothing left behind for eager calls."""
+"""torch.compile: one graph per layer and format for several token counts, nothing left behind for eager calls."""
 
 from __future__ import annotations
 

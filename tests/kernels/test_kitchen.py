@@ -1,4 +1,4 @@
-"""Against comfy-kitchen: its own quantisers and operators as a second opinion, and our calls into it on its CPU backend."""
+"""Against comfy-kitchen: its quantisers and operators as a second opinion, and our calls into it on its CPU backend."""
 
 from __future__ import annotations
 
