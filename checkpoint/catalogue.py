@@ -985,8 +985,9 @@ _ROWS: tuple[Rule, ...] = (
         "extra.deep.scale_layout",
         "warning",
         "weights that do not look as declared: order of block scales",
-        "Layer {layer} looks as if its block scales were stored {found}; kernels read them in {expected}. The sizes of {blocks} sampled blocks "
-        "scatter by 2^{plain} read row by row and by 2^{declared} as kernels read them. This is an indication, not a proof.",
+        "Layer {layer} looks as if its block scales were stored {found}; kernels read them in {expected}. Read row by row, "
+        "the sizes of {blocks} sampled blocks scatter by 2^{plain} and the correlation of codes and scales is {balance_plain} (sound files: below -0.2); as "
+        "kernels read them, 2^{declared} and {balance_declared}. This is an indication, not a proof.",
         "If the picture is noisy or blurred, the file was written for another program. " + REEXPORT,
         "Each block then gets another block's scale: pictures are worse or noise, without any error.",
     ),
