@@ -3,7 +3,8 @@
     fp8      q = e4m3(clamp(x / scale, +-448))
     mxfp8    e = ceil(log2(max|x| / 448)) per 32 columns, stored e + 127, at least 0;  q = e4m3(clamp(x / 2**e, +-448))
     nvfp4    b = e4m3(min(max|x| / 6 / tensor_scale, 448)) per 16 columns;
-             q = e2m1(clamp(x / (tensor_scale * b), +-6)), the even column in the HIGH nibble; a block whose scale is 0 has codes 0
+             q = e2m1(clamp(x / (tensor_scale * b), +-6)), the even column in the HIGH nibble;
+             a block of scale 0 has codes 0
 
 All in float32, half to even. Source: comfy-kitchen's quantize_per_tensor_fp8, quantize_mxfp8 and quantize_nvfp4,
 whose eager forms move 19, 53 and 195 bytes an element. x / s is x * (1 / s).
