@@ -97,7 +97,7 @@ class ComfyClient:
             raise PromptRejected(status, answer)
         return str(answer["prompt_id"])
 
-    def run(self, workflow: Workflow, timeout: float = 120.0) -> PromptRun:
+    def run(self, workflow: Workflow, timeout: float = 300.0) -> PromptRun:
         """Queues a workflow and waits for its end. Raises PromptRejected, PromptFailed or TimeoutError."""
         client_id = uuid.uuid4().hex
         started = time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any
 from .client import Workflow
 
 WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-COLUMN_WIDTH, ROW_HEIGHT, NODE_SIZE = 340, 260, [300, 180]
+COLUMN_WIDTH, ROW_HEIGHT, NODE_SIZE = 380, 320, [320, 200]
 
 
 def declared_inputs(info: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

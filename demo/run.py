@@ -171,6 +171,7 @@ def demo(port: int | None) -> int:
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
     server = ComfyServer(CACHE / "demo", port)
+    server.check_port()
     shutil.rmtree(server.output(), ignore_errors=True)
     say("Making the tiny models (random weights) ...")
     write_models(server, list(fixtures.EXPECTATIONS), SHOWN_BROKEN)
@@ -208,6 +209,7 @@ def demo(port: int | None) -> int:
 def serve(port: int) -> int:
     """Leaves a server up until it is interrupted."""
     server = ComfyServer(CACHE / "serve", port)
+    server.check_port()
     write_models(server, list(fixtures.EXPECTATIONS), list(fixtures.BROKEN))
     with server.stopped_on_exit():
         start(server)

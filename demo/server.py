@@ -66,7 +66,7 @@ class ComfyServer:
         cpu: bool = True,
         with_pack: bool = True,
         extra_arguments: tuple[str, ...] = (),
-        start_timeout: float = 300.0,
+        start_timeout: float = 240.0,
     ) -> None:
         self.base = base.resolve()
         self.port = port if port is not None else free_port()
@@ -98,12 +98,16 @@ class ComfyServer:
         """Everything the server has printed since it started."""
         return self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
 
-    def start(self) -> None:
-        """Starts the server and returns when it answers."""
+    def check_port(self) -> None:
+        """Raises ServerError when something else listens on the server's port."""
         if port_in_use(self.port):
             raise ServerError(
                 f"Port {self.port} is already in use by another program; choose another one with PORT=<number>."
             )
+
+    def start(self) -> None:
+        """Starts the server and returns when it answers."""
+        self.check_port()
         tree = comfyui_tree()
         if not (tree / "main.py").is_file():
             raise ServerError(
