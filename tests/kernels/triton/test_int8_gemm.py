@@ -192,3 +192,16 @@ def test_refusals_name_the_argument(change, words):
     }
     with pytest.raises(ValueError, match=words):
         int8_matmul(**(arguments | change))
+
+
+@pytest.mark.gpu
+def test_operands_and_result_beyond_two_to_the_31():
+    M, N, K = 140_000, 16_384, 16_384
+    a = torch.zeros(M, K, dtype=torch.int8, device="cuda")
+    b = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
+    a[-40:] = torch.randint(-127, 128, (40, K), dtype=torch.int8, device="cuda")
+    scale = torch.full((1,), 2.0**-14, device="cuda")
+    y = int8_matmul(a, b, scale, scale, out_dtype=torch.float16)
+    exact = torch._int_mm(a[-40:], b.t()).double() * 2.0**-28
+    assert error(y[-40:], exact.cpu()) < TOLERANCE[torch.float16]
+    assert not y[:-40].any()

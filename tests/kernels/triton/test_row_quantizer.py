@@ -143,3 +143,12 @@ def test_model_shapes_on_a_device(shape, rotated):
 def test_refusals_name_the_argument(x, options, words):
     with pytest.raises(ValueError, match=words):
         quantize_rows(x, **options)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements(rotated):
+    x = torch.zeros(140_000, 16_384, dtype=torch.bfloat16, device="cuda")
+    x[-3:] = torch.randn(3, 16_384, device="cuda").bfloat16()
+    q, scale = quantize_rows(x, rotation=256)
+    check_codes(q[-3:], scale[-3:], rotated(x[-3:], 256), 127)
+    assert not q[:-3].any()
