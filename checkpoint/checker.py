@@ -253,11 +253,11 @@ class _Check:
         for prefix in sorted(bare):
             self.suspects.add(prefix)
             declared.broken.add(prefix)
-            if self.findings.full:
-                self.findings.add("marker.missing", layer=prefix)
+            look = _looks_like(self.parts[prefix])
+            if self.findings.counted("marker.missing", look):
+                self.findings.add("marker.missing", layer=prefix, variant=look)
                 continue
             weight = self.tensors[f"{prefix}.weight"]
-            look = _looks_like(self.parts[prefix])
             self.findings.add(
                 "marker.missing",
                 layer=prefix,
@@ -333,7 +333,7 @@ class _Check:
     def _missing(self, layer: Layer, known: Format, missing: list[str]) -> None:
         rule = "layer.missing_tensors" if known.reference else "extra.layer.missing_tensors"
         variant = "ghost" if "weight" in missing else ""
-        if self.findings.full:
+        if self.findings.counted(rule, variant):
             layer.fault(rule, variant=variant, format=known.name)
             return
         layer.fault(

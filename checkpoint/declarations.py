@@ -299,7 +299,7 @@ def _report_bad_markers(
                 lengths.setdefault(marker.nbytes, clean(name, 40))
     out.broken.update(item.prefix for item in bad)
     for item in bad:
-        if findings.full:
+        if findings.counted("marker.json", item.reason):
             findings.add("marker.json", layer=item.prefix, variant=item.reason)
             continue
         weight = checkpoint.tensors.get(f"{item.prefix}.weight")

@@ -10,6 +10,8 @@ from .words import clean, name_of
 
 MAX_FAULTS = 5_000
 """Faults listed one by one; further ones are counted in their groups."""
+MAX_KINDS = 200
+"""Different kinds of faults that are told apart."""
 GROUP_NAMES = 3
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "notice": 2}
 
@@ -58,6 +60,8 @@ class Findings:
         rule's own templates.
         """
         row = RULES[rule]
+        if len(self._piles) > MAX_KINDS:
+            variant = ""
         if row.severity == "error" and layer is not None:
             self.faulty_layers.add(layer)
         pile = self._piles.get((rule, variant))
@@ -81,9 +85,6 @@ class Findings:
         pile.count += 1
         if layer is not None and len(pile.layers) < GROUP_NAMES and layer not in pile.layers:
             pile.layers.append(layer)
-        if len(self._faults) >= MAX_FAULTS:
-            self.dropped += 1
-            return
         self._faults.append(
             Fault(
                 rule=rule,
@@ -102,10 +103,9 @@ class Findings:
         """Whether any of these rules was broken."""
         return any(rule in rules for rule, _ in self._piles)
 
-    @property
-    def full(self) -> bool:
-        """Whether further faults are only counted (unless they are the first of their kind): words for them need not be found."""
-        return len(self._faults) >= MAX_FAULTS
+    def counted(self, rule: str, variant: str = "") -> bool:
+        """Whether further faults of this kind are only counted: words for them need not be found."""
+        return len(self._faults) >= MAX_FAULTS and (rule, variant) in self._piles
 
     @property
     def refused(self) -> bool:

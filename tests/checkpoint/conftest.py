@@ -134,8 +134,8 @@ class Layers:
         parts = {
             "weight._data": ("I8", [n, k]),
             "weight._scale": ("BF16", [n, 1]),
-            "input_scale": ("BF16", []),
-            "output_scale": ("BF16", []),
+            "input_scale": ("BF16", [], number("BF16", 1.0)),
+            "output_scale": ("BF16", [], number("BF16", 1.0)),
         }
         return self._with(prefix, parts, changes)
 
@@ -166,7 +166,11 @@ def _case_marker(value):
     if not special:
         data = json.dumps(value, ensure_ascii=False).encode()
         return "U8", [len(data)], data
-    data = bytes.fromhex(value["raw_hex"]) if "raw_hex" in value else _expanded(value).encode(value.get("encoding", "utf-8"))
+    data = (
+        bytes.fromhex(value["raw_hex"])
+        if "raw_hex" in value
+        else _expanded(value).encode(value.get("encoding", "utf-8"))
+    )
     dtype = value.get("dtype", "U8")
     return dtype, value.get("shape", [len(data) * 8 // BITS[dtype]]), data
 
@@ -200,7 +204,9 @@ def write_case(case: dict, folder: Path) -> list[str]:
             for tensor, (dtype, _) in spec.get("tensors", {}).items():
                 if tensor in spec.get("fill", {}):
                     fill[tensor] = spec["fill"][tensor]
-                elif dtype in FLOATS and tensor.endswith((*SCALE_ENDS, ".input_scale", ".output_scale", ".pre_quant_scale")):
+                elif dtype in FLOATS and tensor.endswith(
+                    (*SCALE_ENDS, ".input_scale", ".output_scale", ".pre_quant_scale")
+                ):
                     fill[tensor] = 1.0
             markers = {f"{layer}.comfy_quant": _case_marker(value) for layer, value in spec.get("markers", {}).items()}
             write(path, {**spec.get("tensors", {}), **markers}, metadata, fill=fill)

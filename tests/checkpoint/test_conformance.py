@@ -31,6 +31,8 @@ def test_agrees_with_the_reference(conformance_case, tools, tmp_path):
     wanted = {expect["layer"], *(expect.get("layer_any_of") or ())} - {None}
     if wanted:
         lookup = rename if callable(rename) else (rename or {}).get
-        assert wanted & (hits | {lookup(name) if callable(rename) else lookup(name, name) for name in hits if name is not None})
+        assert wanted & (
+            hits | {lookup(name) if callable(rename) else lookup(name, name) for name in hits if name is not None}
+        )
     if expect["rule"] == "marker.missing":
         assert set(expect.get("layers") or ()) <= hits

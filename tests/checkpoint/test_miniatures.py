@@ -37,7 +37,9 @@ def rules(report):
 
 
 def test_vendor_file_without_any_declaration(answers, tools):
-    strict, compatible = answers(tools.layers.nvfp4(f"{OUTER}transformer_blocks.0.attn1.to_q"), metadata={"config": "{}"})
+    strict, compatible = answers(
+        tools.layers.nvfp4(f"{OUTER}transformer_blocks.0.attn1.to_q"), metadata={"config": "{}"}
+    )
     assert rules(strict) == rules(compatible) == {"marker.missing"}
     assert "packed U8, 16-wide E4M3 block scales, a global scale" in strict.faults[0].message
     assert "--declare" in verdict_text(strict)
