@@ -2,7 +2,7 @@
 
 from .catalogue import RULES, Rule
 from .checker import check
-from .files import Checkpoint, open_checkpoint
+from .files import Checkpoint, open_checkpoint, shard_paths
 from .header import Header, HeaderError, TensorInfo, read_header, read_tensor
 from .report import Fault, Group, LayerSpec, Report
 from .summary import verdict_text
@@ -22,5 +22,6 @@ __all__ = [
     "open_checkpoint",
     "read_header",
     "read_tensor",
+    "shard_paths",
     "verdict_text",
 ]

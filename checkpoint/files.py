@@ -85,6 +85,11 @@ def expand(given: list[str], findings: Findings) -> tuple[list[str], dict[str, I
     return _complete_sets(unique, set(seen), findings), indices
 
 
+def shard_paths(path: str | os.PathLike[str]) -> list[str]:
+    """The files of the checkpoint that ``path`` names: itself, a shard's siblings that are there, an index's shards."""
+    return expand([os.fspath(path)], Findings())[0]
+
+
 def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> list[str]:
     """Add the shards that a shard's name promises; name those that are not there."""
     complete = list(paths)
