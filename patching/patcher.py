@@ -20,6 +20,7 @@ from comfy.patcher_extension import PatcherInjection
 from . import guard
 from .errors import QuantLoaderError
 from .packed import parameter
+from .saving import packed_state
 from .sidepath import Patch, SidePath
 
 INJECTION = "quant_loader"
@@ -256,6 +257,12 @@ class _SidePatches:
 
     # Saving
 
+    def forget_side_patches(self) -> None:
+        """Take all LoRAs off the quantised layers of this clone."""
+        with self.use_ejected():  # type: ignore[attr-defined]
+            self.side_patches.clear()
+            self.side_uuid = None
+
     def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, Any]:
         """The bytes of the file again; refused while a LoRA sits beside the weights, which this would lose."""
         if self.side_patches:
@@ -264,7 +271,30 @@ class _SidePatches:
                 "lose them. Use the node 'Save Quantized Checkpoint' (QuantLoaderSave), which can leave them out or "
                 "merge them, or remove the LoRA before saving."
             )
-        out: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)  # type: ignore[misc]
+        model = self.model if model is None else model
+        packed: dict[str, Any] = {}
+        names: set[str] = set()
+        for key, module in packed_modules(self.model).items():
+            if key.startswith(prefix):
+                stem = key[len(prefix) : -len("weight")]
+                packed.update(packed_state(module.weight, stem))
+                names.update(f"{stem}{suffix}" for suffix in ("weight", *module.extra_state_suffixes()))
+        out: dict[str, Any] = super().model_state_dict_for_saving(_Without(model, names), prefix)  # type: ignore[misc]
+        return {**out, **packed}
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        """As ComfyUI's; it rearranges some families' weights, which must not tear codes from their scales."""
+        given = [sd for sd in (*args[:1], kwargs.get("clip_state_dict")) if sd]
+        wanted = len(packed_modules(self.model)) + sum(n.endswith(".comfy_quant") for sd in given for n in sd)
+        out = super().state_dict_for_saving(*args, **kwargs)  # type: ignore[misc]
+        markers = [name for name in out if name.endswith(".comfy_quant")]
+        lost = [name for name in markers if f"{name.removesuffix('comfy_quant')}weight" not in out]
+        if lost or len(markers) != wanted:
+            raise QuantLoaderError(
+                "ComfyUI rearranges the text encoder of this model family when it saves a checkpoint, and cannot do so "
+                f"with quantised layers ({len(lost) or wanted - len(markers)} would lose their scales). Save the "
+                "diffusion model alone (ModelSave), and keep the encoder's own file."
+            )
         return out
 
     # Telling
@@ -283,6 +313,19 @@ class _SidePatches:
         if into:
             head += f"; {into} more on plain weights, by ComfyUI"
         return [head, *(f"{key}: {side.describe()}" for key, side in sides.items())]
+
+
+class _Without:
+    """A model whose state dict lacks some names; everything else is the model's."""
+
+    def __init__(self, model: Any, names: set[str]) -> None:
+        self._model, self._names = model, names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _weight_key(key: Any) -> str:

@@ -1,0 +1,176 @@
+"""Saving: the source's bytes again through ComfyUI's own nodes, and files with LoRAs left out or merged through ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import pytest
+import torch
+from in_process import FORMATS, denoise, relative
+from quant_loader.checkpoint import check
+from quant_loader.demo import models, quantize
+from quant_loader.patching.errors import QuantLoaderError
+from quant_loader.patching.load import load_diffusion_model
+from quant_loader.patching.saving import save_diffusion_model
+
+PREFIX = "model.diffusion_model."
+
+
+@pytest.fixture
+def stock_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Path]:
+    """ComfyUI's ModelSave node, writing into a folder of the test."""
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+    from comfy_extras.nodes_model_merging import ModelSave
+
+    def save(patcher: Any) -> Path:
+        ModelSave().save(patcher, "saved/model")
+        (path,) = (tmp_path / "output" / "saved").iterdir()
+        return path
+
+    return save
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) and a.shape == b.shape
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["loaded", "offloaded"])
+@pytest.mark.parametrize("quantizer", [q for q in FORMATS if q != "quanto_int8"])
+def test_model_save_writes_the_source_again(
+    quantizer: str,
+    offloaded: bool,
+    load: Callable[..., Any],
+    files: Callable[..., Path],
+    stock_save: Callable[[Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patcher = load(quantizer)
+    if offloaded:
+        import comfy.model_management
+
+        # As under --lowvram: the node loads the model, of which a part stays offloaded.
+        monkeypatch.setattr(comfy.model_management, "load_models_gpu", lambda loaded: loaded[0].load("cpu", 1))
+    fresh = denoise(load(quantizer)) if not offloaded else None
+    path = stock_save(patcher)
+    report = check(str(path))
+    assert report.verdict == "ok", report.faults
+    source, _ = quantize.load(files(quantizer))
+    saved, _ = quantize.load(path)
+    for spec in check(str(files(quantizer))).layers:
+        for name in (*spec.tensors.values(), f"{spec.name}.comfy_quant"):
+            assert same_bytes(saved[PREFIX + name], source[name]), name
+            assert saved[PREFIX + name].dtype == source[name].dtype
+    # ComfyUI renames the weights of Flux's norms while loading.
+    assert {PREFIX + name for name in source if "_norm" not in name} <= set(saved)
+    if fresh is not None:
+        assert torch.equal(denoise(load_diffusion_model([path])[0]), fresh)
+
+
+def test_a_layer_declared_in_metadata_gains_a_marker(
+    tmp_path: Path, base_tensors: quantize.Tensors, stock_save: Callable[[Any], Path]
+) -> None:
+    import json
+
+    tensors, _ = quantize.quantize(base_tensors, "int8_convrot")
+    names = [n.removesuffix(".comfy_quant") for n in tensors if n.endswith(".comfy_quant")]
+    conf = {n: json.loads(bytes(tensors.pop(f"{n}.comfy_quant").tolist())) for n in names}
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": conf})}
+    source = quantize.save(tmp_path / "m.safetensors", tensors, metadata)
+    path = stock_save(load_diffusion_model([source])[0])
+    report = check(str(path))
+    assert report.verdict == "ok", report.faults
+    assert {spec.declared_by for spec in report.layers} == {"marker"}
+    saved, _ = quantize.load(path)
+    for name in names:
+        assert json.loads(bytes(saved[f"{PREFIX}{name}.comfy_quant"].tolist())) == conf[name]
+        for suffix in ("weight", "weight_scale"):
+            assert same_bytes(saved[f"{PREFIX}{name}.{suffix}"], tensors[f"{name}.{suffix}"])
+
+
+def test_quanto_becomes_int8_rows_of_the_same_values(
+    load: Callable[..., Any], files: Callable[..., Path], stock_save: Callable[[Any], Path]
+) -> None:
+    path = stock_save(load("quanto_int8"))
+    report = check(str(path))
+    assert report.verdict == "ok", report.faults
+    assert dict(report.formats) == {"int8_tensorwise": len(report.layers)}
+    source, saved = quantize.load(files("quanto_int8"))[0], quantize.load(path)[0]
+    for spec in check(str(files("quanto_int8"))).layers:
+        assert same_bytes(saved[f"{PREFIX}{spec.name}.weight"], source[f"{spec.name}.weight._data"])
+        assert torch.equal(saved[f"{PREFIX}{spec.name}.weight_scale"], source[f"{spec.name}.weight._scale"].float())
+
+
+def test_e8m0_scales_are_written_as_bytes(
+    tmp_path: Path, base_tensors: quantize.Tensors, stock_save: Callable[[Any], Path]
+) -> None:
+    """U8 is what every reader takes; the bytes are the same."""
+    tensors, metadata = quantize.quantize(base_tensors, "mxfp8")
+    names = [n for n in tensors if n.endswith(".weight_scale")]
+    tensors.update({n: tensors[n].view(torch.float8_e8m0fnu) for n in names})
+    source = quantize.save(tmp_path / "m.safetensors", tensors, metadata)
+    path = stock_save(load_diffusion_model([source])[0])
+    assert check(str(path)).verdict == "ok"
+    saved, _ = quantize.load(path)
+    for name in names:
+        assert saved[PREFIX + name].dtype == torch.uint8
+        assert same_bytes(saved[PREFIX + name], tensors[name].view(torch.uint8))
+
+
+def lora_on(patcher: Any, seed: int = 2) -> Any:
+    from comfy.weight_adapter import LoRAAdapter
+
+    generator = torch.Generator().manual_seed(seed)
+    H = models.HIDDEN
+    patches: dict[str, Any] = {}
+    for name, N, K in (("double_blocks.0.img_mlp.0", 4 * H, H), ("single_blocks.0.linear2", H, 5 * H), ("img_in", H, 64)):
+        up, down = torch.randn(N, 4, generator=generator) * 0.1, torch.randn(4, K, generator=generator) / K**0.5
+        patches[f"diffusion_model.{name}.weight"] = LoRAAdapter(set(), (up, down, 4.0, None, None, None))
+    patched = patcher.clone()
+    patched.add_patches(patches, 1.0)
+    return patched
+
+
+def test_a_stock_save_never_loses_a_lora(load: Callable[..., Any], stock_save: Callable[[Any], Path]) -> None:
+    with pytest.raises(QuantLoaderError, match=r"2 quantised layers.*QuantLoaderSave"):
+        stock_save(lora_on(load("int8_row")))
+
+
+@pytest.mark.parametrize("quantizer", ["int8_row", "nvfp4"])
+def test_loras_left_out_are_left_out_everywhere(
+    quantizer: str, tmp_path: Path, load: Callable[..., Any], files: Callable[..., Path]
+) -> None:
+    patcher = load(quantizer)
+    fresh, patched = denoise(patcher), lora_on(patcher)
+    with_lora = denoise(patched)
+    path = tmp_path / "out" / "model.safetensors"
+    assert save_diffusion_model(patched, path) == []
+    assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
+    assert torch.equal(denoise(load_diffusion_model([path])[0]), fresh)
+    source, saved = quantize.load(files(quantizer))[0], quantize.load(path)[0]
+    for spec in check(str(files(quantizer))).layers:
+        assert all(same_bytes(saved[PREFIX + n], source[n]) for n in spec.tensors.values())
+    assert torch.equal(denoise(patched), with_lora)
+
+
+@pytest.mark.parametrize("quantizer", ["int8_row", "int8_convrot", "nvfp4", "fp8"])
+def test_merged_loras_are_in_the_file(quantizer: str, tmp_path: Path, load: Callable[..., Any]) -> None:
+    patcher = load(quantizer)
+    patched = lora_on(patcher)
+    wanted, plain = denoise(patched), denoise(patcher)
+    notes = save_diffusion_model(patched, tmp_path / "merged.safetensors", "merge")
+    assert [note.split(":")[0] for note in notes] == ["double_blocks.0.img_mlp.0", "single_blocks.0.linear2"]
+    assert all("written as INT8 rows with ConvRot" in note for note in notes)
+    report = check(str(tmp_path / "merged.safetensors"))
+    assert report.verdict == "ok", report.faults
+    merged, _ = load_diffusion_model([tmp_path / "merged.safetensors"])
+    assert not merged.side_patches
+    assert relative(denoise(merged), wanted) < 0.2 * relative(plain, wanted)
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, load: Callable[..., Any]) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(QuantLoaderError, match="could not be written"):
+        save_diffusion_model(load("int8_row"), tmp_path / "file" / "model.safetensors")
