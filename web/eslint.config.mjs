@@ -13,7 +13,7 @@ export default [
       sourceType: "module",
       globals: Object.fromEntries(
         [
-          "AbortController", "CSS", "ResizeObserver", "URL", "URLSearchParams", "clearInterval", "clearTimeout", "console",
+          "AbortController", "CSS", "Intl", "ResizeObserver", "URL", "URLSearchParams", "clearInterval", "clearTimeout", "console",
           "document", "fetch", "navigator", "performance", "queueMicrotask", "setInterval", "setTimeout", "window",
         ].map((name) => [name, "readonly"]),
       ),

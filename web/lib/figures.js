@@ -50,3 +50,6 @@ export function groupOf(layer) {
   const size = get("group_size") ?? get("convrot_groupsize");
   return size ? String(size) : "";
 }
+
+/** Names as people count: block 2 before block 10. A file's own order says nothing, it follows types and alphabets. */
+export const inOrder = new Intl.Collator("en", { numeric: true }).compare;

@@ -1,7 +1,7 @@
 // What the panel says about one file: pure functions from answers of the server to elements.
 
 import { button, copyButton, h, icon } from "./dom.js";
-import { bytes, formatClass, formatName } from "./figures.js";
+import { bytes, formatClass, formatName, inOrder } from "./figures.js";
 import { byteBar, layerStrip } from "./picture.js";
 import { t } from "./words.js";
 
@@ -9,18 +9,9 @@ const SHOWN_GROUPS = 6;
 const SHOWN_PLANS = 5;
 const rank = { error: 0, warning: 1, notice: 2 };
 
-/** Layers in the order of the file with those that only a fault names (a layer too broken to be listed) at the end. */
-function stripLayers(check) {
-  const names = check.layers.map((layer) => layer.name);
-  const known = new Set(names);
-  for (const fault of check.faults) {
-    if (fault.layer && !known.has(fault.layer)) {
-      known.add(fault.layer);
-      names.push(fault.layer);
-    }
-  }
-  return names;
-}
+/** The names of all layers in order, with those that only a fault names: too broken to be listed as layers. */
+const stripLayers = (check) =>
+  [...new Set([...check.layers, ...check.faults].map((entry) => entry.name ?? entry.layer))].filter(Boolean).sort(inOrder);
 
 function strip(check, plan) {
   const names = stripLayers(check);

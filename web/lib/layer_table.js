@@ -2,7 +2,7 @@
 
 import { openDialog } from "./dialog.js";
 import { copyButton, h } from "./dom.js";
-import { bytes, formatClass, formatName, groupOf, scaleOf } from "./figures.js";
+import { bytes, formatClass, formatName, groupOf, inOrder, scaleOf } from "./figures.js";
 import { reportText } from "./file_view.js";
 import { t } from "./words.js";
 
@@ -10,10 +10,9 @@ const PAGE = 400; // rows drawn at once: a model of 5,000 layers must not stop t
 
 function rowsOf(check, plan) {
   const rows = new Map();
-  check.layers.forEach((layer, index) => {
+  for (const layer of check.layers) {
     const group = plan?.groups?.[plan.layers[layer.name]];
     rows.set(layer.name, {
-      order: index,
       name: layer.name,
       format: formatName(layer.format),
       formatId: layer.format,
@@ -26,18 +25,18 @@ function rowsOf(check, plan) {
       slow: Boolean(group?.slow),
       faults: [],
     });
-  });
+  }
   for (const fault of check.faults) {
     if (fault.layer === null) continue;
     if (!rows.has(fault.layer)) {
       rows.set(fault.layer, {
-        order: rows.size, name: fault.layer, format: "", formatId: "", shape: "", weights: 0, bytes: 0,
+        name: fault.layer, format: "", formatId: "", shape: "", weights: 0, bytes: 0,
         scale: "", group: "", kernel: "", slow: false, faults: [],
       });
     }
     rows.get(fault.layer).faults.push(fault);
   }
-  return [...rows.values()];
+  return [...rows.values()].sort(byName);
 }
 
 const severity = (row) => {
@@ -45,9 +44,10 @@ const severity = (row) => {
   return row.faults.some((fault) => fault.severity === "warning") ? 1 : 0;
 };
 
-const byText = (key) => (a, b) => a[key].localeCompare(b[key], undefined, { numeric: true });
+const byText = (key) => (a, b) => inOrder(a[key], b[key]);
+const byName = byText("name");
 const COLUMNS = [
-  { key: "name", compare: byText("name") },
+  { key: "name", compare: byName },
   { key: "format", compare: byText("format") },
   { key: "shape", compare: (a, b) => a.weights - b.weights },
   { key: "bytes", compare: (a, b) => a.bytes - b.bytes },
@@ -94,7 +94,7 @@ export function openTable(check, plan) {
   );
 
   function sortBy(column) {
-    // Up, down, and back to the order of the file.
+    // Up, down, and back to the order of the layers.
     if (sort.column !== column) sort = { column, down: column.key === "faults" };
     else if (sort.down === (column.key === "faults")) sort = { column, down: !sort.down };
     else sort = { column: null, down: false };
@@ -104,7 +104,7 @@ export function openTable(check, plan) {
   function draw() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) => words.every((word) => searchable.get(row).includes(word)));
-    if (sort.column) found.sort((a, b) => (sort.down ? -1 : 1) * sort.column.compare(a, b) || a.order - b.order);
+    if (sort.column) found.sort((a, b) => (sort.down ? -1 : 1) * sort.column.compare(a, b) || byName(a, b));
     body.replaceChildren(...found.slice(0, limit).map(rowElement));
     count.textContent = t("table.count", { shown: Math.min(found.length, limit), all: rows.length });
     more.hidden = found.length <= limit;
