@@ -9,7 +9,13 @@ from typing import Any
 from .client import Workflow
 
 WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-COLUMN_WIDTH, ROW_HEIGHT, NODE_SIZE = 380, 320, [320, 200]
+NODE_WIDTH, COLUMN_WIDTH, GAP = 340, 400, 50
+TITLE_HEIGHT, LINE_HEIGHT, TEXT_HEIGHT = 50, 26, 130
+PANEL_HEIGHTS = {
+    "QuantLoaderDiffusionModel": 340,
+    "PreviewAny": 200,
+    "SaveImage": 300,
+}  # what a node shows below its inputs
 
 
 def declared_inputs(info: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -32,6 +38,14 @@ def depth(workflow: Workflow, node: str) -> int:
     return 1 + max((depth(workflow, source) for source in sources), default=-1)
 
 
+def height_of(class_type: str, info: dict[str, Any]) -> int:
+    """About how tall the editor draws a node, in its units."""
+    inputs = declared_inputs(info)
+    texts = sum(bool(options.get("multiline")) for _, options in inputs.values())
+    lines = len(inputs) + len(info["output"])
+    return TITLE_HEIGHT + LINE_HEIGHT * lines + TEXT_HEIGHT * texts + PANEL_HEIGHTS.get(class_type, 0)
+
+
 def to_graph(workflow: Workflow, object_info: dict[str, Any]) -> dict[str, Any]:
     """The graph of a workflow; `object_info` is what the server's /object_info answers.
 
@@ -41,7 +55,7 @@ def to_graph(workflow: Workflow, object_info: dict[str, Any]) -> dict[str, Any]:
     links: list[list[Any]] = []
     outgoing: dict[tuple[str, int], list[int]] = {}
     nodes: list[dict[str, Any]] = []
-    rows: dict[int, int] = {}
+    filled: dict[int, int] = {}
     for name, node in workflow.items():
         info = object_info[node["class_type"]]
         sockets: list[dict[str, Any]] = []
@@ -62,13 +76,15 @@ def to_graph(workflow: Workflow, object_info: dict[str, Any]) -> dict[str, Any]:
             else:
                 sockets.append({"name": key, "type": kind, "link": None})
         column = depth(workflow, name)
-        row = rows[column] = rows.get(column, -1) + 1
+        top = filled.get(column, 80)
+        height = height_of(node["class_type"], info)
+        filled[column] = top + height + GAP
         nodes.append(
             {
                 "id": ids[name],
                 "type": node["class_type"],
-                "pos": [60 + COLUMN_WIDTH * column, 80 + ROW_HEIGHT * row],
-                "size": NODE_SIZE,
+                "pos": [60 + COLUMN_WIDTH * column, top],
+                "size": [NODE_WIDTH, height],
                 "flags": {},
                 "order": column,
                 "mode": 0,
