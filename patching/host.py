@@ -17,11 +17,19 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "comfy.quant_ops": ("QuantizedTensor", "QuantizedLayout", "register_layout_class"),
     "comfy.model_patcher": ("ModelPatcher", "CoreModelPatcher"),
     "comfy.patcher_extension": ("PatcherInjection",),
-    "comfy.sd": ("load_diffusion_model_state_dict",),
-    "comfy.utils": ("load_torch_file", "ProgressBar"),
+    "comfy.sd": (
+        "CLIP",
+        "CLIPType",
+        "load_diffusion_model_state_dict",
+        "load_state_dict_guess_config",
+        "load_text_encoder_state_dicts",
+    ),
+    "comfy.controlnet": ("load_controlnet_state_dict",),
+    "comfy.model_detection": ("model_config_from_unet", "unet_prefix_from_state_dict"),
+    "comfy.utils": ("load_torch_file", "get_attr", "set_attr", "ProgressBar"),
     "comfy.lora": ("calculate_weight",),
     "comfy.weight_adapter": ("LoRAAdapter",),
-    "comfy.model_management": ("get_torch_device", "module_size", "cast_to_device"),
+    "comfy.model_management": ("get_torch_device", "module_size", "throw_exception_if_processing_interrupted"),
 }
 
 

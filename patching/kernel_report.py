@@ -1,20 +1,125 @@
-"""What would run and what ran: one line a group of layers with the same answer."""
+"""What would run and what ran: one group for all layers with the same answer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from .patcher import packed_modules
+from .. import kernels
+from .ops import DENSE, LOOKUP, PATCHED
+from .patcher import context_of, packed_modules
+
+Group = dict[str, Any]
+
+
+def planned(patcher: Any) -> list[Group]:
+    """The kernel that each group of layers will run on the patcher's device, with the reason."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for module in packed_modules(patcher.model).values():
+        if module.is_table:
+            counts[(module.spec.format, "torch", LOOKUP, "exact", _DENSE[LOOKUP], False)] += 1
+            continue
+        plan = module.operator(patcher.load_device).plan
+        counts[(module.spec.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow)] += 1
+    return [_group(key, count) for key, count in sorted(counts.items())]
+
+
+def ran(patcher: Any) -> list[Group]:
+    """What each group of layers ran on since it was loaded, on any device, with the number of calls.
+
+    Layers that did not run are listed with 0 calls and their plan. Calls inside graphs of torch.compile are not among
+    them: see :func:`compiled_calls`.
+    """
+    layers: Counter[tuple[Any, ...]] = Counter()
+    calls: Counter[tuple[Any, ...]] = Counter()
+    for module in packed_modules(patcher.model).values():
+        seen = False
+        for operator in module.operators():
+            plan = operator.plan
+            for backend, count in operator.stats.items():
+                reason = plan.reason
+                if backend != plan.backend:
+                    reason = f"It took over from {plan.backend}, whose kernel failed: {_failure(plan.backend)}"
+                key = (module.spec.format, backend, plan.operator, plan.execution, reason, plan.slow)
+                layers[key] += 1
+                calls[key] += count
+                seen = True
+        for what, count in module.dense_calls.items():
+            key = (module.spec.format, "torch", what, "exact", _DENSE[what], what == PATCHED)
+            layers[key] += 1
+            calls[key] += count
+            seen = True
+        if not seen and not module.is_table:
+            plan = module.operator(patcher.load_device).plan
+            layers[(module.spec.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow)] += 1
+    return [_group(key, count) | {"calls": calls[key]} for key, count in sorted(layers.items())]
+
+
+_DENSE = {
+    PATCHED: "Its patches have no low-rank form, so the layer runs on a dequantised, patched copy of its weight.",
+    DENSE: "ComfyUI handed over a dense copy of the weight (a weight wrapper, or a layer forced to another device).",
+    LOOKUP: "Rows are decoded as they are looked up.",
+}
+
+
+def _failure(backend: str) -> str:
+    return next((why for (_, name), why in kernels.retired().items() if name == backend), "no reason recorded")
+
+
+def _group(key: tuple[Any, ...], count: int) -> Group:
+    fields = ("format", "backend", "operator", "execution", "reason", "slow")
+    return dict(zip(fields, key, strict=True)) | {"count": count}
+
+
+def compiled_calls(patcher: Any) -> int:
+    """Linears of the whole process that no layer of this model counted: those inside compiled graphs, and other models."""
+    total = sum(count for (operator, _), count in kernels.calls().items() if "_linear" in operator)
+    return max(0, total - sum(group["calls"] for group in ran(patcher) if group["operator"] not in _DENSE))
+
+
+def line(group: Group) -> str:
+    """A group as one line of text."""
+    calls = f", {group['calls']} calls" if "calls" in group else ""
+    slow = " (slow)" if group["slow"] else ""
+    head = f"{group['count']} x {group['format']}: {group['backend']} ({group['operator']}){slow}{calls}"
+    return f"{head}: {group['reason']}"
 
 
 def plan_lines(patcher: Any) -> list[str]:
-    """The kernel that each group of layers will run on the patcher's device, with the reason."""
-    groups: Counter[tuple[str, str, str, str]] = Counter()
-    for module in packed_modules(patcher.model).values():
-        plan = module.operator(patcher.load_device).plan
-        groups[(module.spec.format, plan.backend, plan.operator, plan.reason)] += 1
-    return [
-        f"{count} x {fmt}: {backend} ({operator}): {reason}"
-        for (fmt, backend, operator, reason), count in sorted(groups.items())
-    ]
+    """:func:`planned` as text."""
+    return [line(group) for group in planned(patcher)]
+
+
+def dequantised_lines(patcher: Any) -> list[str]:
+    """Layers of the file that have no kernel in this model, and why."""
+    context = context_of(patcher.model)
+    return [] if context is None else [f"{name}: {why}" for name, why in sorted(context.dequantised.items())]
+
+
+def report(patcher: Any) -> tuple[str, Group]:
+    """The text of the Kernel Report node and the entry for its panel."""
+    modules = packed_modules(patcher.model)
+    if not modules:
+        summary = "No quantised layer: this model runs as ComfyUI runs it."
+        return "\n".join([summary, *dequantised_lines(patcher)]), {"summary": summary, "groups": []}
+    if hasattr(patcher, "read_guards"):
+        patcher.read_guards()
+    groups = ran(patcher)
+    total = sum(group["calls"] for group in groups)
+    summary = f"{len(modules)} quantised layers, {total} calls."
+    if total == 0:
+        summary += " Nothing ran outside compiled graphs yet: connect the model that is sampled, and run."
+    lines = [summary, *(line(group) for group in groups)]
+    inside = compiled_calls(patcher)
+    if inside and (total == 0 or _compiled(patcher)):
+        lines.append(f"{inside} calls inside compiled graphs or of other models in this process.")
+    lines += dequantised_lines(patcher)
+    if hasattr(patcher, "lora_report"):
+        lines += patcher.lora_report()
+    warnings = context_of(patcher.model).warnings
+    lines += [f"warning: {sentence}" for sentence in warnings]
+    return "\n".join(lines), {"summary": " ".join([summary, *warnings]), "groups": groups}
+
+
+def _compiled(patcher: Any) -> bool:
+    return "torch_compile_kwargs" in patcher.model_options

@@ -3,149 +3,201 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Report, check, verdict_text
+from ..checkpoint import LayerSpec, Report, check, verdict_text
 from . import host
 from .errors import CheckpointRefused, QuantLoaderError
 
 EXECUTIONS = ("auto", "native", "int8", "exact")
 
+# Where full checkpoints keep their VAE.
+VAE_PREFIXES = ("first_stage_model.", "vae.")
 
-def checked(paths: Sequence[str | Path], rules: str = "strict") -> Report:
+Paths = Sequence[str | Path]
+
+
+def checked(paths: Paths, rules: str = "strict") -> Report:
     """The report of a checkpoint that may be loaded; raises :class:`CheckpointRefused` otherwise."""
-    report = check([str(p) for p in paths], rules=rules)
+    report = check([str(p) for p in paths], rules="compatible" if rules == "compatible" else "strict")
     if report.verdict == "refused":
         raise CheckpointRefused(verdict_text(report), report)
     return report
 
 
+@dataclass
+class _Source:
+    """Checked files, read and folded: what a loader of ComfyUI is given."""
+
+    reports: list[Report]
+    state_dicts: list[dict[str, Any]]
+    metadata: dict[str, str]
+    context: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def report(self) -> Report:
+        return self.reports[0]
+
+    @property
+    def files(self) -> list[str]:
+        return [file for report in self.reports for file in report.files]
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        return [layer for report in self.reports for layer in report.layers]
+
+    def build(self, load: Callable[[], Any]) -> Any:
+        """Run ComfyUI's loader, and note which layers it took apart on the way."""
+        from .packed import rearranged
+
+        with rearranged(self.context.rearranged):
+            return load()
+
+    def verify(self, layers: Sequence[LayerSpec] | None = None) -> None:
+        """Raise when a quantised layer of the file did not become a layer of the model."""
+        from .state_dict import verify
+
+        if self.layers:
+            verify(self.layers if layers is None else layers, self.context, self.files)
+        self.context.progress.finish()
+
+    def adopt(self, patcher: Any, rebuild: Callable[..., Any], *arguments: Any) -> Any:
+        """``patcher`` as one of ours where a layer is quantised; ``rebuild(*arguments)`` makes it anew when dropped."""
+        from .patcher import adopt
+
+        if self.layers:
+            patcher = adopt(patcher, self.context)
+        patcher.cached_patcher_init = (rebuild, arguments)
+        return patcher
+
+
+def _open(
+    checkpoints: Sequence[Paths], rules: str, execution: str, dense: Callable[[str], bool] | None = None
+) -> _Source:
+    """Check every checkpoint, then read all of them. ``dense(name)``: layers to hand over dequantised."""
+    host.require()
+    reports = [checked(paths, rules) for paths in checkpoints]
+    from .ops import LoadContext, operations
+    from .progress import Progress
+    from .state_dict import fold, read, without_quantisation
+
+    progress = Progress(2 * sum(len(report.layers) for report in reports))
+    source = _Source(reports, [], {}, LoadContext(execution, progress))
+    for report in reports:
+        sd, metadata = read(list(report.files))
+        source.metadata.update(without_quantisation(metadata) if report.layers else metadata)
+        source.state_dicts.append(fold(sd, report.layers, dense, progress.step) if report.layers else sd)
+    if source.layers:
+        source.options["custom_operations"] = operations(source.context)
+    return source
+
+
+# Diffusion models
+
+
 def load_diffusion_model(
-    paths: Sequence[str | Path], rules: str = "strict", execution: str = "auto", disable_dynamic: bool = False
+    paths: Paths, rules: str = "strict", execution: str = "auto", disable_dynamic: bool = False
 ) -> tuple[Any, Report]:
     """A ModelPatcher for the diffusion model in ``paths`` (one file, or all shards), and the report of its check.
 
     Raises :class:`CheckpointRefused` before any weight is read, :class:`ModelMismatch` when the file's layers are not
     the model's, :class:`HostError` when this ComfyUI is too old.
     """
-    host.require()
-    report = checked(paths, rules)
+    source = _open([paths], rules, execution)
     import comfy.sd
 
-    from .ops import LoadContext, operations
-    from .patcher import adopt
-    from .progress import Progress
-    from .state_dict import fold, read, verify, without_quantisation
-
-    paths = list(report.files)
-    sd, metadata = read(paths)
-    options: dict[str, Any] = {}
-    progress = Progress(2 * len(report.layers))
-    context = LoadContext(execution, progress)
-    if report.verdict != "unquantized":
-        sd = fold(sd, report.layers, step=progress.step)
-        options["custom_operations"] = operations(context)
-        metadata = without_quantisation(metadata)
-    patcher = comfy.sd.load_diffusion_model_state_dict(
-        sd, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    patcher = source.build(
+        lambda: comfy.sd.load_diffusion_model_state_dict(
+            source.state_dicts[0],
+            model_options=source.options,
+            metadata=source.metadata,
+            disable_dynamic=disable_dynamic,
+        )
     )
     if patcher is None:
         raise QuantLoaderError(
-            f"ComfyUI does not know the model in {Path(paths[0]).name}: none of its model families has these layers. "
-            "Is it a diffusion model (and not a text encoder, VAE or LoRA), and is this ComfyUI new enough for it?"
+            f"ComfyUI does not know the model in {Path(source.files[0]).name}: none of its model families has these "
+            "layers. Is it a diffusion model (and not a text encoder, VAE or LoRA), and is this ComfyUI new enough?"
         )
-    if report.verdict != "unquantized":
-        verify(report.layers, context, paths)
-        patcher = adopt(patcher)
-    progress.finish()
-    patcher.cached_patcher_init = (reload_diffusion_model, (paths, rules, execution))
-    return patcher, report
+    source.verify()
+    patcher = source.adopt(patcher, reload_diffusion_model, source.files, rules, execution)
+    return patcher, source.report
 
 
-def reload_diffusion_model(paths: Sequence[str], rules: str, execution: str, disable_dynamic: bool = False) -> Any:
+def reload_diffusion_model(paths: Paths, rules: str, execution: str, disable_dynamic: bool = False) -> Any:
     """What ComfyUI calls to build a dropped model again; the file is checked again, since it may have changed."""
     return load_diffusion_model(paths, rules, execution, disable_dynamic)[0]
 
 
-def report_text(report: Report, patcher: Any, execution: str) -> str:
-    """What a load is answered with on the node's STRING output."""
-    from .kernel_report import plan_lines
-
-    lines = [report.summary]
-    lines += [f"{count} layers {fmt}" for fmt, count in sorted(report.formats.items())]
-    if report.verdict != "unquantized":
-        lines += [f"execution: {execution}", *plan_lines(patcher)]
-    lines += [f"{f.severity}: {f.message}" for f in report.faults if f.severity != "error"][:20]
-    return "\n".join(lines)
-
-
-def report_json(report: Report) -> str:
-    """The check's report as JSON text."""
-    return json.dumps(report.to_dict(), ensure_ascii=False)
+# Text encoders
 
 
 def load_text_encoder(
-    paths: Sequence[str | Path],
+    paths: Paths,
     clip_type: str,
     rules: str = "strict",
     execution: str = "auto",
     embedding_directory: Any = None,
     disable_dynamic: bool = False,
+    model_options: dict[str, Any] | None = None,
 ) -> tuple[Any, list[Report]]:
     """A CLIP of one to four encoder files (each one a checkpoint of its own), and a report per file.
 
     ``clip_type`` is a name of the stock CLIP loaders (``flux``, ``sd3``, ...). Quantised linears run on our kernels;
-    ComfyUI's own loader dequantises them on every call.
+    ComfyUI's own loader dequantises them on every call. ``model_options`` as ComfyUI's ``load_clip`` takes them.
     """
-    host.require()
-    reports = [checked([p], rules) for p in paths]
+    source = _open([[p] for p in paths], rules, execution)
     import comfy.model_management
     import comfy.sd
 
-    from .ops import LoadContext, operations
-    from .patcher import adopt
-    from .state_dict import fold, read, verify
-
-    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
-    context = LoadContext(execution)
-    layers = [layer for report in reports for layer in report.layers]
-    state_dicts = [fold(read(list(report.files))[0], report.layers) for report in reports]
     # The encoder is built on the CPU: our patcher takes over before ComfyUI puts it on a device.
-    options: dict[str, Any] = {"initial_device": comfy.model_management.text_encoder_offload_device()}
-    if layers:
-        options["custom_operations"] = operations(context)
-    clip = comfy.sd.load_text_encoder_state_dicts(
-        state_dicts,
-        embedding_directory=embedding_directory,
-        clip_type=kind,
-        model_options=options,
-        disable_dynamic=disable_dynamic,
+    offload = comfy.model_management.text_encoder_offload_device()
+    options = {"initial_device": offload, **(model_options or {}), **source.options}
+    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
+    clip = source.build(
+        lambda: comfy.sd.load_text_encoder_state_dicts(
+            source.state_dicts,
+            embedding_directory=embedding_directory,
+            clip_type=kind,
+            model_options=options,
+            disable_dynamic=disable_dynamic,
+        )
     )
-    files = [file for report in reports for file in report.files]
-    if layers:
-        verify(layers, context, files)
-        clip.patcher = adopt(clip.patcher)
-    arguments = ([str(p) for p in paths], clip_type, rules, execution, embedding_directory)
-    clip.patcher.cached_patcher_init = (reload_text_encoder, arguments)
-    return clip, reports
+    source.verify()
+    arguments = ([str(p) for p in paths], clip_type, rules, execution, embedding_directory, model_options)
+    clip.patcher = source.adopt(clip.patcher, reload_text_encoder, *arguments)
+    if source.layers:
+        from .text_encoder import watched
+
+        clip = watched(clip)
+    return clip, source.reports
 
 
 def reload_text_encoder(
-    paths: Sequence[str],
+    paths: Paths,
     clip_type: str,
     rules: str,
     execution: str,
     embedding_directory: Any,
+    model_options: dict[str, Any] | None,
     disable_dynamic: bool = False,
 ) -> Any:
     """What ComfyUI calls to build a dropped text encoder again."""
-    return load_text_encoder(paths, clip_type, rules, execution, embedding_directory, disable_dynamic)[0].patcher
+    clip, _ = load_text_encoder(
+        paths, clip_type, rules, execution, embedding_directory, disable_dynamic, model_options
+    )
+    return clip.patcher
+
+
+# Full checkpoints
 
 
 def load_checkpoint(
-    paths: Sequence[str | Path],
+    paths: Paths,
     rules: str = "strict",
     execution: str = "auto",
     embedding_directory: Any = None,
@@ -158,119 +210,149 @@ def load_checkpoint(
     The VAE's quantised layers are dequantised while loading: it is small, and ComfyUI builds it without custom
     operations.
     """
-    host.require()
-    report = checked(paths, rules)
+
+    def in_vae(name: str) -> bool:
+        return name.startswith(VAE_PREFIXES)
+
+    source = _open([paths], rules, execution, dense=in_vae)
     import comfy.model_detection
     import comfy.sd
 
-    from .ops import LoadContext, operations
-    from .patcher import adopt
-    from .state_dict import fold, read, verify, without_quantisation
-
-    files = list(report.files)
-    sd, metadata = read(files)
-    context = LoadContext(execution)
-    vae_layers = [s for s in report.layers if s.name.startswith(VAE_PREFIXES)]
-    packed_layers = [s for s in report.layers if not s.name.startswith(VAE_PREFIXES)]
-    model_options: dict[str, Any] = {}
-    te_options: dict[str, Any] = {}
-    if report.verdict != "unquantized":
-        sd = fold(sd, report.layers, dense=lambda name: name.startswith(VAE_PREFIXES))
-        metadata = without_quantisation(metadata)
-        model_options = {"custom_operations": operations(context)}
-        te_options = {"custom_operations": operations(context)}
-        for spec in vae_layers:
-            context.dequantised[spec.name] = "part of the VAE; dequantised while loading"
+    (sd,) = source.state_dicts
     prefix = comfy.model_detection.unet_prefix_from_state_dict(sd)
-    if comfy.model_detection.model_config_from_unet(sd, prefix, metadata=metadata) is None:
+    if comfy.model_detection.model_config_from_unet(sd, prefix, metadata=source.metadata) is None:
         raise QuantLoaderError(
-            f"{Path(files[0]).name} is no full checkpoint that ComfyUI knows: no model family has these layers. "
+            f"{Path(source.files[0]).name} is no full checkpoint that ComfyUI knows: no model family has these layers. "
             "If it holds a diffusion model alone, move it to models/diffusion_models and use "
             "Load Quantized Diffusion Model."
         )
-    model, clip, vae, _ = comfy.sd.load_state_dict_guess_config(
-        sd,
-        output_vae=output_vae,
-        output_clip=output_clip,
-        embedding_directory=embedding_directory,
-        model_options=model_options,
-        te_model_options=te_options,
-        metadata=metadata,
-        disable_dynamic=disable_dynamic,
-    )
-    if packed_layers:
-        # An encoder that was not asked for leaves its layers unconsumed; that is no fault of the file.
-        wanted = (
-            packed_layers
-            if output_clip and clip is not None
-            else [s for s in packed_layers if s.name.startswith(prefix)]
+    model, clip, vae, _ = source.build(
+        lambda: comfy.sd.load_state_dict_guess_config(
+            sd,
+            output_vae=output_vae,
+            output_clip=output_clip,
+            embedding_directory=embedding_directory,
+            model_options=dict(source.options),
+            te_model_options=dict(source.options),
+            metadata=source.metadata,
+            disable_dynamic=disable_dynamic,
         )
-        verify(wanted, context, files)
-        model = adopt(model)
-        if clip is not None:
-            clip.patcher = adopt(clip.patcher)
-    arguments = (files, rules, execution, embedding_directory)
-    model.cached_patcher_init = (reload_checkpoint_model, arguments)
+    )
+    packed = [spec for spec in source.layers if not in_vae(spec.name)]
+    for spec in source.layers:
+        if in_vae(spec.name):
+            source.context.dequantised[spec.name] = "part of the VAE; dequantised while loading"
+    # An encoder that was not asked for leaves its layers where they are; that is no fault of the file.
+    source.verify(packed if clip is not None else [spec for spec in packed if spec.name.startswith(prefix)])
+    arguments = (source.files, rules, execution, embedding_directory)
+    model = source.adopt(model, reload_checkpoint_model, *arguments)
     if clip is not None:
-        clip.patcher.cached_patcher_init = (reload_checkpoint_clip, arguments)
+        clip.patcher = source.adopt(clip.patcher, reload_checkpoint_clip, *arguments)
+        if packed:
+            from .text_encoder import watched
+
+            clip = watched(clip)
     if vae is not None and getattr(vae, "patcher", None) is not None:
         vae.patcher.cached_patcher_init = (reload_checkpoint_vae, arguments)
-    return model, clip, vae, report
-
-
-# Where full checkpoints keep their VAE.
-VAE_PREFIXES = ("first_stage_model.", "vae.")
+    return model, clip, vae, source.report
 
 
 def reload_checkpoint_model(
-    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+    paths: Paths, rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
 ) -> Any:
     """What ComfyUI calls to build a dropped model again."""
     return load_checkpoint(paths, rules, execution, embedding_directory, False, False, disable_dynamic)[0]
 
 
 def reload_checkpoint_clip(
-    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+    paths: Paths, rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
 ) -> Any:
     """What ComfyUI calls to build a dropped text encoder again."""
     return load_checkpoint(paths, rules, execution, embedding_directory, False, True, disable_dynamic)[1].patcher
 
 
 def reload_checkpoint_vae(
-    paths: Sequence[str], rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
+    paths: Paths, rules: str, execution: str, embedding_directory: Any, disable_dynamic: bool = False
 ) -> Any:
     """What ComfyUI calls to build a dropped VAE again."""
     return load_checkpoint(paths, rules, execution, embedding_directory, True, False, disable_dynamic)[2].patcher
 
 
-def load_controlnet(paths: Sequence[str | Path], rules: str = "strict", execution: str = "auto") -> tuple[Any, Report]:
+# ControlNets and model patches
+
+
+def load_controlnet(paths: Paths, rules: str = "strict", execution: str = "auto") -> tuple[Any, Report]:
     """A ControlNet (or T2I adapter) and the report of its check."""
-    host.require()
-    report = checked(paths, rules)
+    source = _open([paths], rules, execution)
     import comfy.controlnet
 
-    from .ops import LoadContext, operations
-    from .patcher import adopt
-    from .state_dict import fold, read, verify
-
-    files = list(report.files)
-    sd, _ = read(files)
-    context = LoadContext(execution)
-    options: dict[str, Any] = {}
-    if report.verdict != "unquantized":
-        sd = fold(sd, report.layers)
-        options["custom_operations"] = operations(context)
-    if Path(files[0]).stem.endswith(("_shuffle", "_shuffle_fp16")):
+    options = dict(source.options)
+    name = Path(source.files[0])
+    if name.stem.endswith(("_shuffle", "_shuffle_fp16")):
         options["global_average_pooling"] = True
-    controlnet = comfy.controlnet.load_controlnet_state_dict(sd, model_options=options)
+    controlnet = source.build(
+        lambda: comfy.controlnet.load_controlnet_state_dict(source.state_dicts[0], model_options=options)
+    )
     if controlnet is None:
         raise QuantLoaderError(
-            f"{Path(files[0]).name} holds no ControlNet or T2I adapter that ComfyUI knows. "
+            f"{name.name} holds no ControlNet or T2I adapter that ComfyUI knows. "
             "Is it in the right folder, and is this ComfyUI new enough for it?"
         )
-    if report.verdict != "unquantized":
-        verify(report.layers, context, files)
-        wrapped = getattr(controlnet, "control_model_wrapped", None)
-        if wrapped is not None:
-            controlnet.control_model_wrapped = adopt(wrapped)
-    return controlnet, report
+    source.verify()
+    wrapped = getattr(controlnet, "control_model_wrapped", None)
+    if wrapped is not None and source.layers:
+        from .patcher import adopt
+
+        controlnet.control_model_wrapped = adopt(wrapped, source.context)
+    return controlnet, source.report
+
+
+def load_model_patch(paths: Paths, rules: str = "strict", execution: str = "auto") -> tuple[Any, Report]:
+    """A model patch (the ControlNets and adapters that ComfyUI keeps in models/model_patches) and its report."""
+    source = _open([paths], rules, execution)
+    from .model_patch import build
+
+    patcher = source.build(lambda: build(source.files[0], source.state_dicts[0], source.metadata, source.options))
+    source.verify()
+    patcher = source.adopt(patcher, reload_model_patch, source.files, rules, execution)
+    return patcher, source.report
+
+
+def reload_model_patch(paths: Paths, rules: str, execution: str, disable_dynamic: bool = False) -> Any:
+    """What ComfyUI calls to build a dropped model patch again."""
+    return load_model_patch(paths, rules, execution)[0]
+
+
+# What a load is answered with
+
+
+def report_text(reports: Report | Sequence[Report], patcher: Any, execution: str) -> str:
+    """The text of a loader's ``report`` output: the check, the kernels planned, what was understood or dequantised."""
+    from .kernel_report import dequantised_lines, plan_lines
+
+    reports = [reports] if isinstance(reports, Report) else list(reports)
+    lines: list[str] = []
+    for report in reports:
+        lines.append(f"{Path(report.files[0]).name}: {report.summary}" if len(reports) > 1 else report.summary)
+        lines += [f"{count} layers {fmt}" for fmt, count in sorted(report.formats.items())]
+        lines += [f"{fault.severity}: {fault.message}" for fault in report.faults if fault.severity != "error"][:20]
+    if patcher is not None and any(report.layers for report in reports):
+        lines += [f"execution: {execution}", *plan_lines(patcher), *dequantised_lines(patcher)]
+    return "\n".join(lines)
+
+
+def report_entry(reports: Report | Sequence[Report], patcher: Any) -> dict[str, Any]:
+    """The same for the panel on the node: a summary, and the groups of layers with the kernel planned for each."""
+    from .kernel_report import planned
+
+    reports = [reports] if isinstance(reports, Report) else list(reports)
+    quantised = patcher is not None and any(report.layers for report in reports)
+    return {
+        "summary": " ".join(report.summary for report in reports),
+        "groups": planned(patcher) if quantised else [],
+    }
+
+
+def report_json(report: Report) -> str:
+    """The check's report as JSON text."""
+    return json.dumps(report.to_dict(), ensure_ascii=False)

@@ -7,6 +7,7 @@ convolution, a norm) is dequantised while loading, never value-cast, and listed 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,11 @@ from .sidepath import SidePath
 
 _manual_cast: Any = comfy.ops.manual_cast
 
+# What a layer can do instead of calling its kernel; the keys of ``dense_calls``.
+PATCHED = "patched dequantised copy"
+DENSE = "dense copy from ComfyUI"
+LOOKUP = "row lookup"
+
 
 @dataclass
 class LoadContext:
@@ -30,12 +36,14 @@ class LoadContext:
 
     ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
     ``mismatches``: sentences about layers whose shape the model disagrees with. ``warnings``: what the output guards
-    said after a run. ``progress`` takes a step for each layer, and with it the interrupt.
+    said after a run. ``progress`` takes a step for each layer, and with it the interrupt. ``rearranged``: layers that
+    ComfyUI took apart while loading (a transposed, split or concatenated weight), which dequantises them.
     """
 
     execution: str = "auto"
     progress: Progress | None = None
     consumed: set[str] = field(default_factory=set)
+    rearranged: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
     dequantised: dict[str, str] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
@@ -43,6 +51,9 @@ class LoadContext:
 
 class _Packable:
     """What packed linears and embeddings share: loading, saving, moving, the prepared kernel."""
+
+    # Whether the weight is looked up by rows instead of multiplied.
+    is_table = False
 
     context: LoadContext
     weight: Any
@@ -56,6 +67,8 @@ class _Packable:
         self.spec: LayerSpec | None = None
         self.side_path: SidePath | None = None
         self.guard = guard.OutputGuard()
+        # What ran instead of the kernel (keys: the names in kernel_report), outside compiled graphs.
+        self.dense_calls: Counter[str] = Counter()
         self._operators: dict[tuple[str, int | None], Any] = {}
 
     def _take(self, weight: Any, module_shape: tuple[int, ...]) -> None:
@@ -85,6 +98,10 @@ class _Packable:
             found = kernels.prepare(self.spec, facts, self.context.execution)
             self._operators[key] = found
         return found
+
+    def _count(self, what: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.dense_calls[what] += 1
 
     def operators(self) -> tuple[Any, ...]:
         """Every kernel this layer was prepared for, for the report."""
@@ -230,6 +247,9 @@ def operations(context: LoadContext) -> Any:
                     dense = self._dense(weight)
                     if side is not None and side.exact:
                         dense = side.patch(dense)
+                        self._count(PATCHED)
+                    else:
+                        self._count(DENSE)
                     y = torch.nn.functional.linear(x, dense.to(x.dtype), bias)
                 else:
                     y = self.operator(x.device)(x, plain_tensors(weight), bias)
@@ -237,6 +257,8 @@ def operations(context: LoadContext) -> Any:
 
         class Embedding(_Packable, _manual_cast.Embedding):  # type: ignore[misc]
             """Row lookup in a packed or plain table."""
+
+            is_table = True
 
             def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
                 super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
@@ -263,6 +285,7 @@ def operations(context: LoadContext) -> Any:
 
             def _rows(self, ids: torch.Tensor, weight: Any) -> torch.Tensor:
                 side = self.side_path
+                self._count(LOOKUP)
                 if side is not None and (side.exact or side.fused):
                     return torch.nn.functional.embedding(ids, side.patch(self._dense(weight)))
                 if is_packed(weight):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -112,6 +114,19 @@ class PackedParams:
             object.__setattr__(self, name, getattr(src, name))
 
 
+_rearranged: ContextVar[set[str] | None] = ContextVar("_rearranged", default=None)
+
+
+@contextmanager
+def rearranged(names: set[str]) -> Iterator[None]:
+    """Collect in ``names`` the layers that are dequantised inside the block."""
+    token = _rearranged.set(names)
+    try:
+        yield
+    finally:
+        _rearranged.reset(token)
+
+
 class PackedLayout(QuantizedLayout):  # type: ignore[misc]
     """The layout ComfyUI and comfy-kitchen see; the maths is in ``kernels``."""
 
@@ -126,6 +141,9 @@ class PackedLayout(QuantizedLayout):  # type: ignore[misc]
     @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: PackedParams) -> torch.Tensor:
         """The dense weight in ``params.orig_dtype``, shape ``params.orig_shape``."""
+        names = _rearranged.get()
+        if names is not None:
+            names.add(params.declaration.name)
         tensors = {"weight": qdata, **params.companions()}
         return dense_weight(params.declaration.spec(), tensors, params.orig_shape).to(params.orig_dtype)
 

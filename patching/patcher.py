@@ -44,6 +44,11 @@ def packed_modules(model: torch.nn.Module) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
+def context_of(model: torch.nn.Module) -> Any:
+    """What the load of this model learned (``ops.LoadContext``); None for a model that is not ours."""
+    return model.__dict__.get("_quant_loader_context")
+
+
 class _SidePatches:
     """The mixin: everything that differs from ComfyUI's patcher.
 
@@ -156,10 +161,10 @@ class _SidePatches:
 
     def read_guards(self) -> list[str]:
         """What the output guards noticed since the last call; each layer speaks once. One device synchronisation."""
-        modules = [m for m in packed_modules(self.model).values() if hasattr(m, "out_features")]
-        sentences = guard.read(modules)
+        modules = packed_modules(self.model).values()
+        sentences = guard.read(m for m in modules if not m.is_table)
         if sentences:
-            modules[0].context.warnings.extend(sentences)
+            context_of(self.model).warnings.extend(sentences)
         return sentences
 
     # Weights
@@ -241,7 +246,7 @@ class _SidePatches:
         n = super().clone(disable_dynamic, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(n, _SidePatches):
             # ComfyUI made one of its own: the compiled or hooked clone of a dynamic model must be static.
-            n = adopt(n)
+            n = adopt(n, context_of(n.model))
         n.side_patches = {k: v[:] for k, v in self.side_patches.items()}
         n.side_uuid = self.side_uuid
         n.hook_side_patches = {k: v[:] for k, v in self.hook_side_patches.items()}
@@ -358,9 +363,13 @@ if _Dynamic is not None:
             self._init_side()
 
 
-def adopt(patcher: Any) -> Any:
-    """ComfyUI's ``patcher``, turned into one of ours in place: it may be among the loaded models already."""
+def adopt(patcher: Any, context: Any) -> Any:
+    """ComfyUI's ``patcher``, turned into one of ours in place: it may be among the loaded models already.
+
+    ``context``: what the load learned, kept with the model for the reports.
+    """
     dynamic = _Dynamic is not None and isinstance(patcher, _Dynamic)
     patcher.__class__ = QuantModelPatcherDynamic if dynamic else QuantModelPatcher
     patcher._init_side()
+    patcher.model.__dict__["_quant_loader_context"] = context
     return patcher

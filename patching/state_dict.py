@@ -105,6 +105,9 @@ def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> N
     problems = list(context.mismatches)
     mismatched = {text.split(":", 1)[0] for text in problems}
     missing = [s.name for s in layers if s.name not in context.consumed and s.name not in mismatched]
+    for name in [n for n in missing if n in context.rearranged]:
+        context.dequantised[name] = "ComfyUI rearranges this layer while loading; dequantised"
+        missing.remove(name)
     problems += [f"{name}: the model has no such layer" for name in missing]
     if problems:
         shown = "\n".join(f"- {p}" for p in problems[:8])
