@@ -23,10 +23,13 @@ SECONDS = 30.0
 """What the deep check may take; layers that do not fit are counted in a notice."""
 
 
-def deep_check(checkpoint: Checkpoint, specs: Sequence[LayerSpec], findings: Findings, seconds: float = SECONDS) -> None:
-    """Look into the payload of layers that the header check found sound; adds ``extra.deep.*`` faults to ``findings``.
+def deep_check(
+    checkpoint: Checkpoint, specs: Sequence[LayerSpec], findings: Findings, seconds: float = SECONDS
+) -> None:
+    """Look into the payload of layers that the header check found sound; adds ``extra.deep.*`` to ``findings``.
 
-    Reads the block scales in full, 512-byte probes all over the weights, and about 2**17 weights a layer. Never raises for anything a file contains.
+    Reads the block scales in full, 512-byte probes all over the weights, and about 2**17 weights a layer. Never
+    raises for anything a file contains.
     """
     evidence = {name: nibbles.Evidence() for name in PACKED}
     done = 0

@@ -27,8 +27,9 @@ MAX_BAND = 16 << 20
 class Sample:
     """Some rows of a layer.
 
-    ``raw`` are the stored weight bytes (R, bytes), ``values`` the codes as numbers (R, columns), block scales of W4A8 applied. ``blocks`` holds, for
-    NVFP4 and MXFP8, the block scales (R, columns / block) read in the declared 128x4 tile order and read row by row.
+    ``raw`` are the stored weight bytes (R, bytes), ``values`` the codes as numbers (R, columns), block scales of W4A8
+    applied. ``blocks`` holds, for NVFP4 and MXFP8, the block scales (R, columns / block) read in the declared 128x4
+    tile order and read row by row.
     """
 
     runs: list[range]
@@ -67,7 +68,7 @@ def nibbles(raw: Bytes, *, high_first: bool) -> Bytes:
 
 
 def tile_offsets(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np.intp]]:
-    """Offsets of the first ``rows`` rows of one 128-row band in the 128x4 tile order of the kernels: (rows, columns)."""
+    """Offsets of a 128-row band's first rows in the 128x4 tile order of the kernels: (rows, columns)."""
     r, c = np.arange(rows)[:, np.newaxis], np.arange(columns)[np.newaxis]
     return (c // 4) * 512 + (r % 32) * 16 + (r // 32) * 4 + c % 4
 
@@ -97,7 +98,7 @@ def _block_scales(spec: LayerSpec, source: Source, runs: list[range], columns: i
 
 
 def _w4a8(spec: LayerSpec, source: Source, runs: list[range], raw: Bytes) -> Matrix:
-    N, K = spec.shape
+    N = spec.N
     group = int(spec.get("group_size"))
     rel = source.tensors[spec.tensors["weight_s_rel"]]
     codes = nibbles(raw, high_first=False)
@@ -108,4 +109,5 @@ def _w4a8(spec: LayerSpec, source: Source, runs: list[range], raw: Bytes) -> Mat
     else:
         levels = np.arange(-8, 8, dtype=np.float32)
     spread = np.repeat(np.nan_to_num(scales), group, axis=1)
-    return np.clip(np.rint(levels[codes[:, : spread.shape[1]]] * spread), -127, 127)
+    grid = np.rint(levels[codes[:, : spread.shape[1]]] * spread)
+    return np.asarray(np.clip(grid, -127, 127), dtype=np.float32)

@@ -1,9 +1,10 @@
 """Are the block scales of NVFP4 and MXFP8 in the order that the kernels read?
 
-A quantiser divides each block by its largest value, so a block with a large scale has small codes beside its largest one: code size and scale balance.
-Read in the right order, the energies of the decoded blocks differ little and code size falls with the scale; read in a wrong order, each
-block gets another block's scale. Two figures, over blocks with rows and columns of blocks centred: the variance of log(rms of the codes * scale), and
-the correlation of log(rms of the codes) with log(scale). They need no structure in the weights: plain Gaussian ones do.
+A quantiser divides each block by its largest value, so a block with a large scale has small codes beside its largest
+one: code size and scale balance. Read in the right order, the energies of the decoded blocks differ little and code
+size falls with the scale; read in a wrong order, each block gets another block's scale. Two figures, over blocks with
+rows and columns of blocks centred: the variance of log(rms of the codes * scale), and the correlation of log(rms of
+the codes) with log(scale). They need no structure in the weights: plain Gaussian ones do.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ MIN_BLOCKS = 256
 
 @dataclass(frozen=True)
 class Spread:
-    """Figures of a warning, each in the declared order and row by row: standard deviation of the decoded blocks' sizes in powers of two, and the
-    correlation of code size and scale."""
+    """Figures of a warning, each in the declared order and row by row.
+
+    Standard deviation of the decoded blocks' sizes in powers of two, and correlation of code size and scale.
+    """
 
     declared: float
     row_major: float
@@ -54,18 +57,26 @@ def contradiction(spec: LayerSpec, sample: Sample) -> Spread | None:
     figures = []
     for rows in (slice(None, half), slice(half, None)):
         mask = usable[rows]
-        codes_of, tiled_of, plain_of = (_centred(np.log2(np.where(mask, x[rows], 1.0)), mask) for x in (rms, tiled, plain))
-        figures.append([
-            (float((codes_of + scale)[mask].var()), _correlation(codes_of[mask], scale[mask])) for scale in (tiled_of, plain_of)
-        ])
+        codes_of, tiled_of, plain_of = (
+            _centred(np.log2(np.where(mask, x[rows], 1.0)), mask) for x in (rms, tiled, plain)
+        )
+        figures.append(
+            [
+                (float((codes_of + scale)[mask].var()), _correlation(codes_of[mask], scale[mask]))
+                for scale in (tiled_of, plain_of)
+            ]
+        )
     scatter = all(plain_[0] < RATIO * tiled_[0] for tiled_, plain_ in figures)
     balance = all(
-        plain_[1] < BALANCE and -plain_[1] * np.sqrt(blocks / 2) > Z and tiled_[1] > 0.3 * plain_[1] for tiled_, plain_ in figures
+        plain_[1] < BALANCE and -plain_[1] * np.sqrt(blocks / 2) > Z and tiled_[1] > 0.3 * plain_[1]
+        for tiled_, plain_ in figures
     )
     if not (scatter or balance):
         return None
     means = np.array(figures).mean(axis=0)
-    return Spread(float(np.sqrt(means[0, 0])), float(np.sqrt(means[1, 0])), float(means[0, 1]), float(means[1, 1]), blocks)
+    return Spread(
+        float(np.sqrt(means[0, 0])), float(np.sqrt(means[1, 0])), float(means[0, 1]), float(means[1, 1]), blocks
+    )
 
 
 def _centred(y: Matrix, mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> Matrix:

@@ -1,15 +1,19 @@
 """Are the two 4-bit codes of a byte in the declared order?
 
-The other order exchanges the inputs 2j and 2j+1 everywhere, which no property of single blocks or rows shows. (It commutes with H(g) as well:
-un-rotating first changes nothing.) Only something that ties input channels to an order shows it:
+The other order exchanges the inputs 2j and 2j+1 everywhere, which no property of single blocks or rows shows. (It
+commutes with H(g) as well: un-rotating first changes nothing.) Only something that ties input channels to an order
+shows it:
 
-* a witness: another tensor of the same block with one value per input channel (a norm's gain, the previous layer's bias or row scales, the layer's own
-  pre_quant_scale) whose size goes with the energy of the weight's columns. The means over pairs of channels do not depend on the nibble
-  order and tell how strongly the two go together; the differences within pairs must then go together with the same sign;
-* neighbours: weights that vary smoothly over the inputs (filters over pixels or frequencies). Correlations at even distances do not depend on the nibble
-  order and tell how fast they fall; then 2j+1 and 2j+2 must hang together more than 2j and 2j+3.
+* a witness: another tensor of the same block with one value per input channel (a norm's gain, the previous layer's
+  bias or row scales, the layer's own pre_quant_scale) whose size goes with the energy of the weight's columns. The
+  means over pairs of channels do not depend on the nibble order and tell how strongly the two go together; the
+  differences within pairs must then go together with the same sign;
+* neighbours: weights that vary smoothly over the inputs (filters over pixels or frequencies). Correlations at even
+  distances do not depend on the nibble order and tell how fast they fall; then 2j+1 and 2j+2 must hang together more
+  than 2j and 2j+3.
 
-Without either, nothing can be known. A tool packs all layers one way, so the evidence of all layers of one format is added up.
+Without either, nothing can be known. A tool packs all layers one way, so the evidence of all layers of one format is
+added up.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from .source import Matrix, Source
 Vector = npt.NDArray[np.float64]
 
 MIN_CHANNELS = 128
+MAX_CHANNELS = 1 << 18
 MAX_WITNESSES = 16
 Z_RELATION = 6.0
 """Least significance of the relation that does not depend on the order, before it counts."""
@@ -63,13 +68,13 @@ class Witnesses:
         self._found: dict[tuple[str, int], list[TensorInfo]] = {}
         for tensor in tensors:
             length = count(tensor.shape)
-            if tensor.dtype in WIDE_FLOATS and length >= MIN_CHANNELS and max(tensor.shape) == length:
+            if tensor.dtype in WIDE_FLOATS and MIN_CHANNELS <= length <= MAX_CHANNELS and max(tensor.shape) == length:
                 known = self._found.setdefault((_scope(tensor.name), length), [])
                 if len(known) < MAX_WITNESSES:
                     known.append(tensor)
 
     def of(self, spec: LayerSpec) -> list[TensorInfo]:
-        """Candidates for a layer's input channels. Its own output scales and bias describe another axis, unless it is square: then chance decides."""
+        """Candidates for a layer's input channels; not its own scales, which describe its outputs."""
         own = set(spec.tensors.values()) - {spec.tensors.get("pre_quant_scale")}
         return [t for t in self._found.get((_scope(spec.tensors["weight"]), spec.K), ()) if t.name not in own]
 
@@ -83,7 +88,9 @@ def _scope(name: str) -> str:
     return ""
 
 
-def add_evidence(spec: LayerSpec, sample: Sample, source: Source, witnesses: Witnesses, found: Mapping[str, Evidence]) -> None:
+def add_evidence(
+    spec: LayerSpec, sample: Sample, source: Source, witnesses: Witnesses, found: Mapping[str, Evidence]
+) -> None:
     """What this layer says about the order of its format's nibbles, added to ``found``."""
     values = _dense(spec, sample)
     if values is None:
@@ -92,8 +99,8 @@ def add_evidence(spec: LayerSpec, sample: Sample, source: Source, witnesses: Wit
     energies = np.square(values, dtype=np.float64).sum(axis=0)
     strongest, score = Z_RELATION, None
     for tensor in witnesses.of(spec):
-        witness = np.abs(decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes()).astype(np.float64))[: len(energies)]
-        relation, within = pair_scores(energies, witness)
+        stored = decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes())
+        relation, within = pair_scores(energies, np.abs(stored[: len(energies)].astype(np.float64)))
         if abs(relation) > strongest and abs(within) > 0.25 * abs(relation):
             strongest, score = abs(relation), within * np.sign(relation)
     if score is not None:
@@ -125,7 +132,7 @@ def _dense(spec: LayerSpec, sample: Sample) -> Matrix | None:
 
 
 def pair_scores(energies: Vector, witness: Vector) -> tuple[float, float]:
-    """Significance (in standard deviations) of the correlation of ranks: of pair means, which no nibble order changes, and within pairs."""
+    """Rank correlations, in standard deviations: of pair means, which no nibble order changes, and within pairs."""
     u, v = _centred_ranks(energies), _centred_ranks(witness)
     if u is None or v is None:
         return 0.0, 0.0
@@ -154,7 +161,11 @@ def _correlation(a: Vector, b: Vector) -> float:
 
 
 def neighbour_score(values: Matrix) -> float | None:
-    """Signed significance from smoothness over the inputs; None unless correlations at distances 2, 4, 6 are positive and fall."""
+    """Signed significance from smoothness over the inputs.
+
+    None unless the correlations at distances 2, 4 and 6 are positive and fall, and the difference is as large as they
+    let expect.
+    """
     at = {lag: float(np.mean(values[:, :-lag] * values[:, lag:])) for lag in (2, 4, 6)}
     if not (at[2] > 0.1 and 0.95 * at[2] > at[4] > at[6] > 0.0):
         return None
@@ -165,10 +176,12 @@ def neighbour_score(values: Matrix) -> float | None:
     mean = float(difference.mean())
     if abs(mean) < 0.5 * expected:
         return None
-    errors = [float(part.std()) / np.sqrt(len(part)) for part in (difference.mean(axis=1), _blocks(difference.mean(axis=0)))]
-    return mean / max(*errors, 1e-12)
+    errors = [
+        float(part.std()) / np.sqrt(len(part)) for part in (difference.mean(axis=1), _blocks(difference.mean(axis=0)))
+    ]
+    return float(mean / max(*errors, 1e-12))
 
 
 def _blocks(x: Matrix) -> Matrix:
     """Means over blocks of 16."""
-    return x[: len(x) // 16 * 16].reshape(-1, 16).mean(axis=1)
+    return np.asarray(x[: len(x) // 16 * 16].reshape(-1, 16).mean(axis=1), dtype=np.float32)

@@ -1,15 +1,18 @@
 """Is a weight rotated as its layer says, and in groups of that size?
 
-Trained weights are structured in the basis they were trained in: some input channels are stronger than others, values have heavier (or, freshly
-initialised, lighter) tails than a Gaussian. A rotation over g channels mixes g of them with equal weight, which divides the excess kurtosis of
-independent values by g (a sum of many tends to a Gaussian). So the basis in which the values are farthest from Gaussian is the true one. For each
-candidate (as stored; after undoing H(16), H(64), H(256)) the figure is
+Trained weights are structured in the basis they were trained in: some input channels are stronger than others, values
+have heavier (or, freshly initialised, lighter) tails than a Gaussian. A rotation over g channels mixes g of them with
+equal weight, which divides the excess kurtosis of independent values by g (a sum of many tends to a Gaussian). So the
+basis in which the values are farthest from Gaussian is the true one. For each candidate (as stored; after undoing
+H(16), H(64), H(256)) the figure is
 
     c = mean over units of  log( mean(x^4) / mean(x^2)^2 )  -  its expectation for a Gaussian
 
-where a unit is one row times one block of the largest candidate size: every candidate keeps a unit's energy, so row scales, strong rows and strong blocks
-cancel. Coarse rounding alone makes stored codes look structured (most of them zero): what it would do to a Gaussian of the unit's size is taken off, with
-the weight 1/g that a rotation leaves of it. Isotropic weights (Gaussian, low rank with Gaussian factors) have c near 0 in every basis: nothing can be known and nothing is said.
+where a unit is one row times one block of the largest candidate size: every candidate keeps a unit's energy, so row
+scales, strong rows and strong blocks cancel. Coarse rounding alone makes stored codes look structured (most of them
+zero): what it would do to a Gaussian of the unit's size is taken off, with the weight 1/g that a rotation leaves of
+it. Isotropic weights (Gaussian, low rank with Gaussian factors) have c near 0 in every basis: nothing can be known
+and nothing is said.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ RATIO = 0.7
 """Largest |c| of the declared basis, as a part of the better one's."""
 Z = 6.0
 SERIAL = 0.05
-"""Weights of neighbouring inputs that hang together (smooth filters) are not Gaussian in every basis for another reason: nothing is said."""
+"""Neighbouring inputs that hang together (smooth filters) make other bases look structured: nothing is said then."""
 MIN_UNITS = 48
 RESOLUTION = 0.25
 """Least root mean square of a unit in code steps."""
@@ -39,7 +42,7 @@ RESOLUTION = 0.25
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Figures of a warning: |c| as declared, |c| of the better candidate, and that candidate's size (1: no rotation)."""
+    """Figures of a warning: two rotation sizes (1: none), c read with each, and how many rows were looked at."""
 
     declared: int
     better: int
@@ -64,12 +67,14 @@ def hadamard(g: int) -> Matrix:
     matrix = np.ones((1, 1), dtype=np.float32)
     while matrix.shape[0] < g:
         matrix = np.kron(matrix, h4).astype(np.float32)
-    return (matrix / np.sqrt(np.float32(g))).astype(np.float32)
+    return np.asarray(matrix / np.sqrt(g), dtype=np.float32)
 
 
 def rotate(values: Matrix, g: int) -> Matrix:
     """Apply H(g) to contiguous groups of g columns."""
-    return values if g == 1 else (values.reshape(-1, g) @ hadamard(g)).reshape(values.shape)
+    if g == 1:
+        return values
+    return np.asarray((values.reshape(-1, g) @ hadamard(g)).reshape(values.shape), dtype=np.float32)
 
 
 def contradiction(values: Matrix, declared: int) -> Contradiction | None:
@@ -110,7 +115,7 @@ def contradiction(values: Matrix, declared: int) -> Contradiction | None:
 def _log_fourth_moment(x: Matrix) -> Matrix:
     """log mean(x^4) of units whose mean square is 1."""
     squares = x * x
-    return np.log(np.einsum("ij,ij->i", squares, squares) / x.shape[1]).astype(np.float32)
+    return np.asarray(np.log(np.einsum("ij,ij->i", squares, squares) / x.shape[1]), dtype=np.float32)
 
 
 @cache
@@ -136,18 +141,23 @@ def _gaussian(n: int) -> float:
 
 
 def _standard_error(x: Matrix, blocks: np.ndarray[tuple[int], np.dtype[np.intp]], difference: Matrix) -> float:
-    """Of the mean difference. Rows that resemble each other (low rank) are no independent evidence: their log fourth moments correlate as the
-    fourth power of the rows' own correlation, which is what a block of units contributes here."""
+    """Of the mean difference between two candidates.
+
+    Rows that resemble each other (low rank) are no independent evidence: their log fourth moments correlate as the
+    fourth power of the rows' own correlation, summed here within each block.
+    """
     total = 0.0
     for block in np.unique(blocks):
         rows = x[blocks == block]
         gram = (rows @ rows.T) / rows.shape[1]
         total += float(np.square(np.square(gram)).sum())
-    return float(np.sqrt(total)) * float(difference.std()) / len(difference)
+    spread = float(difference.std())
+    return spread * sqrt(total) / len(difference)
 
 
 def _serial(x: Matrix) -> float:
     """Mean squared correlation of a unit's values with their next three neighbours, beyond what chance gives."""
     n = x.shape[1]
     lags = [np.einsum("ij,ij->i", x[:, :-lag], x[:, lag:]) / n for lag in (1, 2, 3)]
-    return max(float(np.square(lag).mean()) for lag in lags) - 1.0 / n
+    strongest = max(float(np.square(lag).mean()) for lag in lags)
+    return strongest - 1.0 / n

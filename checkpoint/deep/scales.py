@@ -27,6 +27,8 @@ def check_block_scales(spec: LayerSpec, source: Source, findings: Findings) -> b
     counts = {"NaN": 0, "negative": 0}
     rows: set[int] = set()
     for start in range(0, tensor.nbytes, CHUNK):
+        if source.expired:
+            break
         data = source.read(tensor, start, min(CHUNK, tensor.nbytes - start))
         if int(data.max()) < first_bad:
             continue
@@ -54,7 +56,7 @@ def check_block_scales(spec: LayerSpec, source: Source, findings: Findings) -> b
 
 
 def _rows(spec: LayerSpec, offsets: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """Row of each byte offset of the scale tensor, and whether it belongs to a block of the weight (not to the padding)."""
+    """Row of each byte offset of the scale tensor, and whether it is a block's scale (not padding)."""
     N, K = spec.shape
     if spec.format not in BLOCK:
         row = offsets // (K // int(spec.get("group_size")))

@@ -1,4 +1,4 @@
-"""Bounded reads of the payload: positioned, from files that have not changed since their header was read, until a deadline."""
+"""Bounded reads of the payload: positioned, until a deadline, from files unchanged since their header was read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.intp]
 
 MAX_OPEN = 16
 RUN = 16
-"""Sampled rows come in aligned runs of this many: few reads, and a run never leaves one 128-row tile of block scales."""
+"""Sampled rows come in aligned runs of this many: few reads, and never across two 128-row tiles of block scales."""
 VALUES = 1 << 17
 """Values looked at per layer."""
 MAX_COLUMNS = 1 << 15

@@ -1,8 +1,8 @@
 """Regions of zero bytes that a damaged download leaves: a preallocated file whose missing pieces were never written.
 
-Probes of 512 bytes are laid evenly over the weights and block scales; neighbouring probes that hold only zeros make a region, whose two ends are then
-found to the byte. A region counts only where the file itself contradicts it, for zeros can be honest: pruned rows, unused vocabulary, layers that
-start at zero.
+Probes of 512 bytes are laid evenly over the weights and block scales; neighbouring probes that hold only zeros make a
+region, whose two ends are then found to the byte. A region counts only where the file itself contradicts it, for
+zeros can be honest: pruned rows, unused vocabulary, layers that start at zero.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ..dtypes import decode, is_float
+from ..dtypes import count, decode, is_float
 from ..findings import Findings
 from ..header import TensorInfo
 from ..report import LayerSpec
 from ..words import clean
 from .decode import BLOCK
 from .scales import zero_rows_of_scales
-from .source import Source
+from .source import Bytes, Rows, Source
 
 PROBE = 512
 MAX_PROBES = 8192
@@ -31,8 +32,11 @@ INSIDE_ROW = 256
 """Zeros must reach this many bytes into a row that has others before they count as cut off inside it."""
 CHUNK = 64 << 10
 MAX_REGIONS = 64
+MAX_GAP = 1 << 20
 ORDINARY = 30.0
-"""A row scale within this factor of the layer's median is an ordinary one. (Writers give all-zero rows a tiny scale, or 1.)"""
+"""A row scale within this factor of the layer's median is ordinary. (Writers give all-zero rows a tiny scale, or 1.)"""
+TINY = 1e-8
+MAX_ROW_SCALES = 64 << 20
 _ROW_SCALES = {"int8_tensorwise": "weight_scale", "quanto_int8": "weight_scale", "convrot_w4a4": "weight_scale"}
 
 
@@ -63,23 +67,21 @@ def check_zeros(specs: Iterable[LayerSpec], source: Source, findings: Findings) 
         if tensor.nbytes >= MIN_REGION and (tensor.name in owners or len(tensor.shape) >= 2)
     ]
     damaged: set[str] = set()
-    for count, region in enumerate(_regions(targets, source)):
-        if count >= MAX_REGIONS or source.expired:
+    for number, region in enumerate(_regions(targets, source)):
+        if number >= MAX_REGIONS or source.expired:
             break
         why = _contradiction(region, owners, source)
         if why is None:
             continue
-        layers = list(dict.fromkeys(owners[t.name].name for t in region.tensors if t.name in owners))
-        damaged.update(layers)
         rule = "extra.deep.zeros" if why[0] else "extra.deep.zero_weight"
-        first = region.tensors[0]
-        findings.add(
-            rule,
-            layer=layers[0] if layers else None,
-            tensor=first.name,
-            expected="weights",
-            found=f"{_size(region.stop - region.start)} of zero bytes from byte {region.start} of {clean(os.path.basename(region.path))}, {why[1]}",
-        )
+        where = f"from byte {region.start} of {clean(os.path.basename(region.path))}, {why[1]}"
+        found = f"{_size(region.stop - region.start)} of zero bytes {where}"
+        tensors = {owners[t.name].name: t.name for t in reversed(region.tensors) if t.name in owners}
+        for layer, tensor in reversed(tensors.items()):
+            findings.add(rule, layer=layer, tensor=tensor, expected="weights", found=found)
+        if not tensors:
+            findings.add(rule, tensor=region.tensors[0].name, expected="weights", found=found)
+        damaged.update(tensors)
     return damaged
 
 
@@ -92,7 +94,7 @@ def _regions(targets: list[TensorInfo], source: Source) -> Iterator[Region]:
     stride = max(MIN_STRIDE, -(-total // MAX_PROBES))
     run: list[tuple[int, TensorInfo]] = []
     for tensor in sorted(targets, key=lambda tensor: (tensor.path, tensor.start)):
-        if run and run[-1][1].path != tensor.path:
+        if run and run[-1][1] is not tensor and not _joined(run[-1][1], tensor, source):
             yield from _refined(run, stride, source)
             run = []
         for offset in [*range(0, tensor.nbytes - PROBE, stride), tensor.nbytes - PROBE]:
@@ -106,6 +108,14 @@ def _regions(targets: list[TensorInfo], source: Source) -> Iterator[Region]:
                 run.append((tensor.start + offset, tensor))
     if run:
         yield from _refined(run, stride, source)
+
+
+def _joined(before: TensorInfo, after: TensorInfo, source: Source) -> bool:
+    """Whether a hole may reach from one tensor to the next: nothing but zeros between them."""
+    gap = after.start - before.stop
+    if before.path != after.path or gap > MAX_GAP:
+        return False
+    return gap <= 0 or not source.at(before.path, before.stop, gap).any()
 
 
 def _refined(run: list[tuple[int, TensorInfo]], stride: int, source: Source) -> Iterator[Region]:
@@ -142,12 +152,18 @@ def _contradiction(region: Region, owners: Mapping[str, LayerSpec], source: Sour
         low, high = region.part(tensor)
         spec = owners.get(tensor.name)
         if spec is not None and spec.tensors["weight"] != tensor.name:
-            if tensor.name != spec.tensors.get(_ROW_SCALES.get(spec.format, "")) and _codes_in_use(spec, tensor, low, high, source):
+            if tensor.name != spec.tensors.get(_ROW_SCALES.get(spec.format, "")) and _codes_in_use(
+                spec, tensor, low, high, source
+            ):
                 return True, "block scales of weights that are not zero"
             continue
-        row = tensor.nbytes // tensor.shape[0]
+        row = tensor.nbytes // count(tensor.shape[:-1])
         if high - low >= MIN_REGION and ((low % row and row - low % row >= INSIDE_ROW) or high % row >= INSIDE_ROW):
-            return (True, "which begin or end inside a row of weights") if spec is not None else (False, "which begin or end inside a row")
+            return (
+                (True, "which begin or end inside a row of weights")
+                if spec is not None
+                else (False, "which begin or end inside a row")
+            )
         if spec is None:
             continue
         rows = range(-(-low // row), high // row)
@@ -165,20 +181,22 @@ def _scales_in_use(spec: LayerSpec, rows: range, source: Source) -> bool:
         whole = len(rows) >= 128 or spec.format not in BLOCK  # a band holds the scales of 128 rows, zero ones or not
         return bool((scales != 0).mean() > (0.5 if whole else 1.0 - 0.5 * len(rows) / 128))
     suffix = _ROW_SCALES.get(spec.format)
-    return suffix is not None and bool(_ordinary(spec, suffix, source)[rows.start : rows.stop].mean() > 0.5)
+    return suffix is not None and bool(_ordinary(spec, suffix, np.arange(rows.start, rows.stop), source).mean() > 0.5)
 
 
-def _ordinary(spec: LayerSpec, suffix: str, source: Source) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which rows have an ordinary scale of their own; none where all rows share one."""
+def _ordinary(spec: LayerSpec, suffix: str, rows: Rows, source: Source) -> npt.NDArray[np.bool_]:
+    """Which of these rows have a scale like the other rows'; none where all rows share one."""
     tensor = source.tensors[spec.tensors[suffix]]
-    nothing = np.zeros(spec.N, dtype=np.bool_)
-    if not is_float(tensor.dtype):
+    nothing = np.zeros(len(rows), dtype=np.bool_)
+    if not is_float(tensor.dtype) or tensor.nbytes > MAX_ROW_SCALES:
         return nothing
-    scales = np.abs(decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes()).astype(np.float64))
+    scales = decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes()).astype(np.float64)
     if scales.size != spec.N or scales.min() == scales.max():
         return nothing
-    middle = float(np.median(scales))
-    return np.asarray((scales > middle / ORDINARY) & (scales < middle * ORDINARY) & (scales != 1.0))
+    others = np.delete(scales, rows)
+    middle = float(np.median(others if others.size else scales))
+    mine = scales[rows]
+    return np.asarray((mine > middle / ORDINARY) & (mine < middle * ORDINARY) & (mine > TINY) & (mine != 1.0))
 
 
 def _scalar_in_use(spec: LayerSpec, source: Source) -> bool:
@@ -187,7 +205,7 @@ def _scalar_in_use(spec: LayerSpec, source: Source) -> bool:
     if tensor is None or tensor.nbytes > 8 or not is_float(tensor.dtype):
         return False
     scale = float(decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes())[0])
-    return 1e-8 < scale < 1.0
+    return TINY < scale < 1.0
 
 
 def _codes_in_use(spec: LayerSpec, scale: TensorInfo, low: int, high: int, source: Source) -> bool:
@@ -200,7 +218,13 @@ def _codes_in_use(spec: LayerSpec, scale: TensorInfo, low: int, high: int, sourc
     return bool((source.read(weight, first * row_bytes, size) != 0).mean() > 0.25)
 
 
-def check_zero_rows(spec: LayerSpec, runs: list[range], raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], source: Source, findings: Findings) -> None:
+def check_zero_rows(
+    spec: LayerSpec,
+    runs: list[range],
+    raw: Bytes,
+    source: Source,
+    findings: Findings,
+) -> None:
     """Sampled rows without any code beside a row scale that was computed from their largest one."""
     suffix = _ROW_SCALES.get(spec.format)
     if suffix is None:
@@ -209,10 +233,9 @@ def check_zero_rows(spec: LayerSpec, runs: list[range], raw: np.ndarray[tuple[in
     if not zero.any():
         return
     numbers = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-    wrong = numbers[zero & _ordinary(spec, suffix, source)[numbers]]
+    numbers, sampled = numbers[zero], len(numbers)
+    wrong = numbers[_ordinary(spec, suffix, numbers, source)]
     if wrong.size:
         listed = ", ".join(map(str, wrong[:4])) + (", …" if wrong.size > 4 else "")
-        found = f"{wrong.size} of {len(numbers)} sampled rows hold only zeros though their scales do not (rows {listed})"
+        found = f"{wrong.size} of {sampled} sampled rows hold only zeros though their scales do not (rows {listed})"
         findings.add("extra.deep.zeros", layer=spec.name, tensor="weight", expected="weights", found=found)
-
-
