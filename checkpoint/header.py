@@ -28,7 +28,7 @@ MAX_CONTAINERS = 200_000
 MAX_COMMAS = 500_000
 """What a header of ``MAX_TENSORS`` tensors needs, counted in the raw text before any object is built from it."""
 MAX_RANK = 32
-_MAX_DIM = 1 << 63
+_MAX_DIM = 1 << 64
 
 
 class TensorInfo(NamedTuple):
