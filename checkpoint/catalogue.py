@@ -921,7 +921,8 @@ _ROWS: tuple[Rule, ...] = (
         "weights overwritten with zeros",
         "The data of {tensor} is partly missing: {found}.",
         "A download or copy was cut short: " + REDOWNLOAD[0].lower() + REDOWNLOAD[1:],
-        "A preallocated file keeps its full size while pieces of it were never written; it loads, and those weights are zero.",
+        "A preallocated file keeps its full size while pieces of it were never written; it loads, and those "
+        "weights are zero.",
     ),
     Rule(
         "extra.deep.zero_weight",
@@ -958,25 +959,32 @@ _ROWS: tuple[Rule, ...] = (
         "extra.deep.rotation",
         "warning",
         "weights that do not look as declared: rotation",
-        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is {c_better} read so and "
-        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not a proof.",
-        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you know with `quant-loader repair FILE --declare`.",
+        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is "
+        "{c_better} read so and "
+        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not "
+        "a proof.",
+        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you "
+        "know with `quant-loader repair FILE --declare`.",
         "A layer whose rotation is not what its marker says gives noise without any error.",
     ),
     Rule(
         "extra.deep.rotation_size",
         "warning",
         "weights that do not look as declared: rotation size",
-        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is {c_better} read so and "
-        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not a proof.",
-        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you know with `quant-loader repair FILE --declare`.",
+        "Layer {layer} is declared as {expected}, but its weights look {found}: their distance from a Gaussian is "
+        "{c_better} read so and "
+        "{c_declared} read as declared (log of the fourth moment, {rows} sampled rows). This is an indication, not "
+        "a proof.",
+        "If the picture is noise, the marker is wrong: get the file from its publisher again, or declare what you "
+        "know with `quant-loader repair FILE --declare`.",
         "Undoing a rotation with another group size leaves the weights mixed.",
     ),
     Rule(
         "extra.deep.nibble_order",
         "warning",
         "weights that do not look as declared: order of 4-bit codes",
-        "The {format} layers look as if their 4-bit codes were stored with {found}; the format has {expected}. {against} of {count} signs that can "
+        "The {format} layers look as if their 4-bit codes were stored with {found}; the format has {expected}. "
+        "{against} of {count} signs that can "
         "tell say so, together {total} standard deviations. This is an indication, not a proof.",
         "If the picture is noise, the file was packed for another program. " + REEXPORT,
         "With the two codes of each byte exchanged, every pair of inputs is exchanged.",
@@ -985,8 +993,10 @@ _ROWS: tuple[Rule, ...] = (
         "extra.deep.scale_layout",
         "warning",
         "weights that do not look as declared: order of block scales",
-        "Layer {layer} looks as if its block scales were stored {found}; kernels read them in {expected}. Read row by row, "
-        "the sizes of {blocks} sampled blocks scatter by 2^{plain} and the correlation of codes and scales is {balance_plain} (sound files: below -0.2); as "
+        "Layer {layer} looks as if its block scales were stored {found}; kernels read them in {expected}. Read row "
+        "by row, "
+        "the sizes of {blocks} sampled blocks scatter by 2^{plain} and the correlation of codes and scales is "
+        "{balance_plain} (sound files: below -0.2); as "
         "kernels read them, 2^{declared} and {balance_declared}. This is an indication, not a proof.",
         "If the picture is noisy or blurred, the file was written for another program. " + REEXPORT,
         "Each block then gets another block's scale: pictures are worse or noise, without any error.",

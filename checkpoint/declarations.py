@@ -92,7 +92,9 @@ class _DuplicateKeys:
 
 
 def too_deep(value: Any) -> bool:
-    """Whether a parsed JSON value nests deeper than ``MAX_DEPTH``: what compares, copies or prints it could overflow the stack."""
+    """Whether a parsed JSON value nests deeper than ``MAX_DEPTH``: what compares, copies or prints it could overflow
+    the stack.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

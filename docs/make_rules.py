@@ -10,8 +10,20 @@ TARGET = Path(__file__).with_name("rules.md")
 SECTIONS = (
     ("Files and shards", ("crash.file", "extra.file.", "extra.shards.")),
     ("Formats of other tools", ("extra.foreign.",)),
-    ("Declarations", ("meta.", "crash.meta.", "extra.meta.", "marker.", "crash.marker.", "extra.marker.", "extra.format.")),
-    ("Settings and tensors of a layer", ("extra.params.", "extra.value.", "extra.flag.", "extra.convrot.", "layer.",)),
+    (
+        "Declarations",
+        ("meta.", "crash.meta.", "extra.meta.", "marker.", "crash.marker.", "extra.marker.", "extra.format."),
+    ),
+    (
+        "Settings and tensors of a layer",
+        (
+            "extra.params.",
+            "extra.value.",
+            "extra.flag.",
+            "extra.convrot.",
+            "layer.",
+        ),
+    ),
     ("", ("extra.layer.", "map.", "extra.shape.", "extra.scale.")),
     ("INT8 (int8_tensorwise)", ("int8.", "extra.int8.")),
     ("W4A4 (convrot_w4a4)", ("w4a4.", "crash.w4a4.", "extra.w4a4.")),
@@ -25,14 +37,14 @@ SECTIONS = (
 )
 INTRODUCTION = """# The rules of the check
 
-This page is written by `docs/make_rules.py` from the catalogue in `checkpoint/catalogue.py`.
+               This page is written by `docs/make_rules.py` from the catalogue in `checkpoint/catalogue.py`.
 
-Ids without a prefix are those of the reference rule set. `crash.` rules are inputs on which the reference crashes. `extra.` rules are our
-own, always towards safety: no sound file is refused by one. An **error** refuses the file, a **warning** says that something is doubtful, a
-**notice** that something is worth knowing. Words in braces stand for what was found in the file. *lossless* means that
-`quant-loader repair` can mend the usual case without changing a value.
-
-"""
+               Ids without a prefix are those of the reference rule set. `crash.` rules are inputs on which the
+               reference crashes. `extra.` rules are our own, always towards safety: no sound file is refused by one.
+               An **error** refuses the file, a **warning** says that something is doubtful, a **notice** that
+               something is worth knowing. Words in braces stand for what was found in the file. *lossless* means that
+               `quant-loader repair` can mend the usual case without changing a value.
+               """
 
 
 def entry(rule: Rule) -> str:
@@ -55,8 +67,7 @@ def page() -> str:
     for title, prefixes in SECTIONS:
         if title:
             parts.append(f"## {title}\n")
-        for rule in [rule for rule in left.values() if rule.id.startswith(prefixes)]:
-            parts.append(entry(left.pop(rule.id)))
+        parts.extend(entry(left.pop(id_)) for id_ in list(left) if id_.startswith(prefixes))
     if left:
         raise SystemExit(f"no section for {', '.join(left)}")
     return "\n".join(parts)

@@ -9,7 +9,6 @@ import struct
 from pathlib import Path
 
 import pytest
-
 from quant_loader.checkpoint import cache
 
 DATA = Path(__file__).parent / "data"
@@ -44,7 +43,8 @@ def marker_bytes(value) -> bytes:
 def write(path, tensors, metadata=None, markers=None, fill=None, tail=b"", cut=0, header_length=None):
     """Write ``tensors`` (name -> (dtype, shape) or (dtype, shape, bytes)) and ``markers`` (layer -> JSON or bytes).
 
-    Without bytes a float scale is 1 (or ``fill[name]``) and everything else zero. ``tail`` and ``cut`` damage the file's end.
+    Without bytes a float scale is 1 (or ``fill[name]``) and everything else zero. ``tail`` and ``cut`` damage the
+    file's end.
     """
     header = {} if metadata is None else {"__metadata__": {k: _text(v) for k, v in metadata.items()}}
     everything = dict(tensors)
@@ -98,7 +98,7 @@ class Layers:
 
     @staticmethod
     def _with(prefix, parts, changes):
-        parts.update({key: value for key, value in changes.items()})
+        parts.update(changes)
         return {f"{prefix}.{key}": value for key, value in parts.items() if value is not None}
 
     def int8(self, prefix="a", n=8, k=64, **changes):
@@ -266,7 +266,9 @@ def _sound(case: dict) -> bool:
 
 
 def pytest_generate_tests(metafunc):
-    """``conformance_case``, ``sound_case`` (one file, Comfy markers, accepted) and ``platform_case`` run over the stored cases."""
+    """``conformance_case``, ``sound_case`` (one file, Comfy markers, accepted) and ``platform_case`` run over the
+    stored cases.
+    """
     for argument, name in (("conformance_case", "cases"), ("sound_case", "cases"), ("platform_case", "platform_cases")):
         if argument in metafunc.fixturenames:
             cases = load_cases(name)

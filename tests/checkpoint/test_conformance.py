@@ -1,4 +1,6 @@
-"""Agreement with the reference inspector on every stored case (data/cases.jsonl.gz: 1,236 small checkpoints and its answers)."""
+"""Agreement with the reference inspector on every stored case (data/cases.jsonl.gz: 1,236 small checkpoints and its
+answers).
+"""
 
 from __future__ import annotations
 

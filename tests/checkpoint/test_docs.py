@@ -24,5 +24,17 @@ def test_every_rule_is_on_the_page():
 
 def test_dialects_page_names_every_dialect():
     page = (DOCS / "dialects.md").read_text(encoding="utf-8")
-    for word in ("padded", "scaled_fp8", "params", "convrot", "(N,)", "(1, 1)", "BF16", "U8", "outer prefix", "split", "plain"):
+    for word in (
+        "padded",
+        "scaled_fp8",
+        "params",
+        "convrot",
+        "(N,)",
+        "(1, 1)",
+        "BF16",
+        "U8",
+        "outer prefix",
+        "split",
+        "plain",
+    ):
         assert word in page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from quant_loader.checkpoint import check, verdict_text
 
 OUTER = "model.diffusion_model."

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-
 from quant_loader.checkpoint import Report, check, verdict_text
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text(encoding="utf-8"))
@@ -79,10 +78,26 @@ def test_known_messages_keep_their_first_sentence(file, tools):
     """The five messages that people search for."""
     i8 = {"format": "int8_tensorwise"}
     cases = (
-        (tools.layers.int8(weight=("I8", [8, 4, 3, 3]), weight_scale=("F32", [])), i8, "Comfy tensorwise INT8 layer a needs a 2D weight, got (8, 4, 3, 3)"),
-        (tools.layers.int8(weight=("BF16", [8, 64])), i8, "Comfy INT8 layer a needs I8 weights and F32 scales, got BF16 and F32"),
-        (tools.layers.nvfp4(weight=("U8", [128, 4, 3, 3])), {"format": "nvfp4"}, "Comfy NVFP4 layer a needs a 2D packed weight, got (128, 4, 3, 3)"),
-        (tools.layers.w4a4(weight_scale=("F32", [8, 1])), {"format": "convrot_w4a4"}, "Comfy W4A4 layer a has incompatible weight/scale shapes: (8, 128) and (8, 1)"),
+        (
+            tools.layers.int8(weight=("I8", [8, 4, 3, 3]), weight_scale=("F32", [])),
+            i8,
+            "Comfy tensorwise INT8 layer a needs a 2D weight, got (8, 4, 3, 3)",
+        ),
+        (
+            tools.layers.int8(weight=("BF16", [8, 64])),
+            i8,
+            "Comfy INT8 layer a needs I8 weights and F32 scales, got BF16 and F32",
+        ),
+        (
+            tools.layers.nvfp4(weight=("U8", [128, 4, 3, 3])),
+            {"format": "nvfp4"},
+            "Comfy NVFP4 layer a needs a 2D packed weight, got (128, 4, 3, 3)",
+        ),
+        (
+            tools.layers.w4a4(weight_scale=("F32", [8, 1])),
+            {"format": "convrot_w4a4"},
+            "Comfy W4A4 layer a has incompatible weight/scale shapes: (8, 128) and (8, 1)",
+        ),
     )
     for tensors, marker, start in cases:
         assert check(file(tensors, markers={"a": marker})).errors[0].message.startswith(start)
@@ -99,7 +114,9 @@ def test_verdict_text_names_the_layer_and_the_fix(file, tools):
 
 
 def test_verdict_text_shows_warnings_of_a_sound_file(file, tools):
-    text = verdict_text(check(file(tools.layers.fp8(weight_scale=("BF16", [])), markers={"a": {"format": "float8_e4m3fn"}})))
+    text = verdict_text(
+        check(file(tools.layers.fp8(weight_scale=("BF16", [])), markers={"a": {"format": "float8_e4m3fn"}}))
+    )
     assert text.splitlines()[0].startswith("OK: 1 quantised layer")
     assert "BF16" in text
 

@@ -1,7 +1,7 @@
 """Every rule of the catalogue: a file that breaks it, and one that nearly does.
 
-An example is ``(tensors, markers, metadata)`` or a function of the folder that returns what to check. ``L`` makes the tensors of a sound
-layer ``a`` of each format.
+An example is ``(tensors, markers, metadata)`` or a function of the folder that returns what to check. ``L`` makes the
+tensors of a sound layer ``a`` of each format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import string
 
 import pytest
-
 from quant_loader.checkpoint import RULES, check
 from quant_loader.checkpoint import findings as findings_module
 from quant_loader.checkpoint import values as values_module
@@ -551,7 +550,9 @@ def test_a_file_that_changes_while_it_is_read(tools, tmp_path, monkeypatch):
 
 
 def test_templates_use_known_words_only():
-    """Every template must be fillable from the words that the checker passes (found by the examples above, if not here)."""
+    """Every template must be fillable from the words that the checker passes (found by the examples above, if not
+    here).
+    """
     for rule in RULES.values():
         for template in (rule.message, rule.fix):
             for _, field, _, _ in string.Formatter().parse(template):

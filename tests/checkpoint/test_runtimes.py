@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from quant_loader.checkpoint import check
 from quant_loader.checkpoint.runtimes import Platform, later_stages
 

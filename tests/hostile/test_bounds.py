@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import pytest
-
 from quant_loader.checkpoint import check
 
 SECONDS = 2.0
@@ -31,7 +30,10 @@ PLENTY = 49_000
 
 
 def entries(count, name, dtype="U8", shape="[1]", size=1):
-    parts = (f'"{name % i}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{i * size},{(i + 1) * size}]}}' for i in range(count))
+    parts = (
+        f'"{name % i}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{i * size},{(i + 1) * size}]}}'
+        for i in range(count)
+    )
     return ("{" + ",".join(parts) + "}").encode(), count * size
 
 
@@ -86,7 +88,9 @@ def test_bounded(name, tmp_path):
         if name == "huge row scales":
             out.write(b'{"format": "int8_tensorwise"}')
         out.truncate(8 + len(header) + size)
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
     seconds, megabytes, verdict, rules = json.loads(done.stdout)
     assert verdict == ("unquantized" if name in ACCEPTED else "refused"), rules
     assert megabytes < MEGABYTES

@@ -1,7 +1,8 @@
-"""Property tests on hostile files: the check never raises, its report is consistent, and it refuses what safetensors refuses.
+"""Property tests on hostile files: the check never raises, its report is consistent, and it refuses what safetensors
+refuses.
 
-A fixed number of examples runs in the suite; ``QUANT_LOADER_FUZZ_SECONDS`` runs fresh ones for that long. An input that broke something goes to
-``inputs/`` and stays there.
+A fixed number of examples runs in the suite; ``QUANT_LOADER_FUZZ_SECONDS`` runs fresh ones for that long. An input
+that broke something goes to ``inputs/`` and stays there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
-from safetensors import SafetensorError, safe_open
-
 from quant_loader.checkpoint import RULES, cache, check, verdict_text
+from safetensors import SafetensorError, safe_open
 
 from .strategies import SECONDS, files, noise
 

@@ -1,0 +1,135 @@
+"""Several files as one checkpoint: shard names, index files, whole sets and broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from quant_loader.checkpoint import HeaderError, check, open_checkpoint
+
+MARKER = {"format": "int8_tensorwise"}
+
+
+@pytest.fixture
+def pair(tmp_path, tools):
+    """A layer whose weight and scale lie in two shards."""
+    parts = tools.layers.int8()
+    first = tools.write(
+        tmp_path / "m-00001-of-00002.safetensors", {"a.weight": parts["a.weight"]}, markers={"a": MARKER}
+    )
+    second = tools.write(tmp_path / "m-00002-of-00002.safetensors", {"a.weight_scale": parts["a.weight_scale"]})
+    return first, second
+
+
+def write_index(folder, placed):
+    path = folder / "m.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": placed}))
+    return path
+
+
+def rules(report):
+    return {fault.rule for fault in report.errors}
+
+
+def test_any_shard_stands_for_the_set(pair):
+    for path in pair:
+        report = check(path)
+        assert report.verdict == "ok"
+        assert set(report.files) == set(pair)
+    assert check(list(pair)).formats == {"int8_tensorwise": 1}
+
+
+def test_an_index_stands_for_its_shards(pair, tmp_path):
+    names = {"a.weight": 1, "a.comfy_quant": 1, "a.weight_scale": 2}
+    index = write_index(tmp_path, {name: f"m-0000{shard}-of-00002.safetensors" for name, shard in names.items()})
+    report = check(index)
+    assert report.verdict == "ok"
+    assert report.files == pair
+
+
+def test_a_missing_shard_is_named(pair):
+    first, second = pair
+    assert check(first).verdict == "ok"
+    os.remove(second)
+    report = check(first)
+    assert {"extra.shards.missing", "layer.missing_tensors"} <= rules(report)
+    assert "m-00002-of-00002.safetensors" in report.errors[0].message
+
+
+def test_a_missing_shard_of_an_index_is_named(pair, tmp_path):
+    index = write_index(
+        tmp_path, {"a.weight": "m-00001-of-00002.safetensors", "a.weight_scale": "elsewhere.safetensors"}
+    )
+    report = check(index)
+    assert "extra.file.not_found" in rules(report)
+    assert "elsewhere.safetensors" in report.errors[0].message
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", "", "..", "a/b.safetensors", "a\\b.safetensors", 3, "a\0b"]
+)
+def test_an_index_never_leaves_its_folder(tmp_path, shard):
+    report = check(write_index(tmp_path, {"a.weight": shard}))
+    assert rules(report) == {"extra.shards.index"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
+def test_unusable_indices(tmp_path, text):
+    path = tmp_path / "m.safetensors.index.json"
+    path.write_text(text)
+    assert rules(check(path)) == {"extra.shards.index"}
+
+
+def test_one_tensor_in_two_shards(tmp_path, tools):
+    for shard, scale in ((1, 0.5), (2, 0.25)):
+        part = ("F32", [], tools.number("F32", scale))
+        tools.write(
+            tmp_path / f"m-0000{shard}-of-00002.safetensors",
+            tools.layers.fp8(weight_scale=part),
+            markers={"a": {"format": "float8_e4m3fn"}},
+        )
+    report = check(tmp_path / "m-00001-of-00002.safetensors")
+    doubled = {fault.tensor for fault in report.errors if fault.rule == "extra.shards.duplicate_tensor"}
+    assert doubled == {"a.weight", "a.weight_scale"}
+    assert "m-00001-of-00002.safetensors and m-00002-of-00002.safetensors" in report.errors[0].message
+
+
+def test_a_shard_number_out_of_range(tmp_path, tools):
+    path = tools.write(tmp_path / "m-00003-of-00002.safetensors", {})
+    assert rules(check(path)) == {"extra.shards.missing"}
+
+
+def test_files_that_belong_together_by_hand(tmp_path, tools):
+    parts = tools.layers.int8()
+    first = tools.write(tmp_path / "one.safetensors", {"a.weight": parts["a.weight"]}, markers={"a": MARKER})
+    second = tools.write(tmp_path / "two.safetensors", {"a.weight_scale": parts["a.weight_scale"]})
+    assert check([first, second]).verdict == "ok"
+    assert rules(check(first)) == {"layer.missing_tensors"}
+
+
+def test_open_checkpoint_says_where_every_tensor_is(pair):
+    checkpoint = open_checkpoint(pair[0])
+    assert checkpoint.tensors["a.weight"].path == pair[0]
+    assert checkpoint.tensors["a.weight_scale"].path == pair[1]
+    tensor = checkpoint.tensors["a.weight_scale"]
+    with open(tensor.path, "rb") as opened:
+        opened.seek(tensor.start)
+        assert opened.read(tensor.nbytes) == b"\0\0\x80\x3f" * 8
+    with pytest.raises(HeaderError, match="not found"):
+        open_checkpoint("nothing.safetensors")
+
+
+def test_whole_checkpoints_are_checked_in_all_their_parts(tmp_path, tools):
+    """Model, text encoder and VAE in one file: the same rules under every prefix."""
+    prefixes = [
+        "model.diffusion_model.blocks.0.x",
+        "text_encoders.qwen.layers.0.mlp",
+        "first_stage_model.decoder.mid.attn",
+    ]
+    tensors = {key: value for prefix in prefixes for key, value in tools.layers.int8(prefix).items()}
+    path = tools.write(tmp_path / "all.safetensors", tensors, markers=dict.fromkeys(prefixes, MARKER))
+    report = check(path)
+    assert {layer.name for layer in report.layers} == set(prefixes)
+    stripped = check(path, rename=lambda name: name.removeprefix("model.diffusion_model."))
+    assert "blocks.0.x" in {layer.name for layer in stripped.layers}

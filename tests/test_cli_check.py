@@ -1,0 +1,155 @@
+"""``quant-loader check``: exit codes, the table, JSON, lists on standard input."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from quant_loader.cli import COMMANDS, main
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+MARKER = b'{"format": "int8_tensorwise"}'
+
+
+def write(path: Path, scale_shape=(8, 1), marker: bytes | None = MARKER, layer: str = "blocks.0.x") -> str:
+    """One INT8 layer."""
+    tensors = {
+        f"{layer}.weight": ("I8", [8, 64], bytes(512)),
+        f"{layer}.weight_scale": ("F32", list(scale_shape), struct.pack("<8f", *[0.01] * 8)),
+    }
+    if marker is not None:
+        tensors[f"{layer}.comfy_quant"] = ("U8", [len(marker)], marker)
+    header, offset = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+    return str(path)
+
+
+@pytest.fixture
+def good(tmp_path):
+    return write(tmp_path / "good.safetensors")
+
+
+@pytest.fixture
+def bad(tmp_path):
+    return write(tmp_path / "bad.safetensors", marker=None)
+
+
+def test_exit_codes(good, bad, tmp_path, capsys):
+    empty = tmp_path / "empty.safetensors"
+    empty.write_bytes(struct.pack("<Q", 2) + b"{}")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("hello, this is no checkpoint at all")
+    assert main(["check", good]) == 0
+    assert main(["check", str(empty)]) == 0
+    assert main(["check", bad]) == 1
+    assert main(["check", str(tmp_path / "none.safetensors")]) == 2
+    assert main(["check", str(tmp_path)]) == 2
+    assert main(["check", str(notes)]) == 2
+    assert main(["check", good, bad]) == 1
+    assert main(["check"]) == 2
+    assert main(["check", good, "--rules", "sloppy"]) == 2
+    assert main(["check", "--help"]) == 0
+    assert main([]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_pickle_is_refused_unopened(tmp_path, capsys):
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(b"\x80\x02cposix\nsystem\n.")
+    assert main(["check", str(path)]) == 1
+    assert "pickle" in capsys.readouterr().out
+
+
+def test_the_table_names_formats_faults_and_fixes(good, bad, capsys):
+    main(["check", good, bad])
+    shown = capsys.readouterr().out
+    for words in (
+        "good.safetensors",
+        "OK: 1 quantised layer",
+        "int8_tensorwise",
+        "row scales",
+        "bad.safetensors",
+        "Refused: 1 fault",
+        "marker.missing",
+        "blocks.0.x",
+        "->",
+    ):
+        assert words in shown
+    assert "\033[" not in shown
+
+
+def test_compatible(tmp_path, capsys):
+    path = write(tmp_path / "flat.safetensors", scale_shape=(8,))
+    assert main(["check", path]) == 1
+    assert "rules = compatible accepts it" in capsys.readouterr().out
+    assert main(["check", path, "--rules", "compatible"]) == 0
+
+
+def test_json(good, bad, capsys):
+    assert main(["check", good, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.validate(report, SCHEMA)
+    assert report["layers"][0]["shape"] == [8, 64]
+    assert main(["check", good, bad, "--json"]) == 1
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["verdict"] for report in reports] == ["ok", "refused"]
+
+
+def test_a_list_on_standard_input(good, bad, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{good}\n\n{bad}\r\n"))
+    assert main(["check", "-", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["check", "-"]) == 2
+
+
+def test_shards_given_together_are_one_checkpoint(tmp_path, capsys):
+    names = [write(tmp_path / f"m-0000{i}-of-00002.safetensors", layer=f"l{i}") for i in (1, 2)]
+    assert main(["check", *names, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["formats"] == {"int8_tensorwise": 2}
+
+
+def test_files_of_one_checkpoint(tmp_path, capsys):
+    first, second = write(tmp_path / "a.safetensors", layer="a"), write(tmp_path / "b.safetensors", layer="b")
+    assert main(["check", first, second, "--one", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["formats"] == {"int8_tensorwise": 2}
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
+    path = write(tmp_path / "evil.safetensors", marker=None, layer="\033[2J\u202eevil\n")
+    assert main(["check", path]) == 1
+    shown = capsys.readouterr().out
+    assert "\033" not in shown
+    assert "\u202e" not in shown
+
+
+def test_the_installed_command(good):
+    command = Path(sys.executable).with_name("quant-loader")
+    if not command.exists():
+        pytest.skip("the package is not installed with its command")
+    done = subprocess.run([command, "check", good], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "OK" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback(good, tmp_path):
+    program = f"import sys; from quant_loader.cli import main; sys.exit(main(['check'] + ['{good}'] * 2000))"
+    done = subprocess.run(
+        f'{sys.executable} -c "{program}" | head -1', shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_every_subcommand_has_help():
+    assert "check" in COMMANDS
+    assert all(command.help for command in COMMANDS.values())
