@@ -14,6 +14,7 @@ from ..spec import Spec
 from . import quantize
 from .products import Carried, FloatRows
 from .rotation import preferred_group, rotate
+from .scales import float8_to_float
 
 Tensors = Mapping[str, Tensor]
 
@@ -116,4 +117,5 @@ def pad_inputs(x: Tensor, columns: int) -> Tensor:
 
 def scaled_rows(codes: Tensor, scale: Tensor) -> FloatRows:
     """Row access to ``codes * scale``: codes [N, K] of any dtype, scale float32 [] or [N, 1]."""
-    return lambda start, stop: codes[start:stop].to(torch.float32).mul_(scale[start:stop] if scale.dim() else scale)
+    to_float = float8_to_float if codes.is_floating_point() else lambda part: part.to(torch.float32)
+    return lambda start, stop: to_float(codes[start:stop]).mul_(scale[start:stop] if scale.dim() else scale)

@@ -27,7 +27,7 @@ from .base import Decoded, Format, Tensors, scaled_rows
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, Decoder, Transcoder, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import as_float8, optional, required, row_scale, scalar
+from .scales import as_float8, float8_to_float, optional, required, row_scale, scalar
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -110,7 +110,7 @@ def _torch_native(x: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
 def _emulated(x: Tensor, s: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tensor:
     values = quantize.fp8(flatten(x), s).to(torch.float32)
     scale = s * w.scale.reshape(1, -1)
-    return values_linear(x, values, w.N, lambda start, stop: w.codes[start:stop].to(torch.float32), scale, bias)
+    return values_linear(x, values, w.N, lambda start, stop: float8_to_float(w.codes[start:stop]), scale, bias)
 
 
 def _has_scaled_mm(x: Tensor, w: Fp8Weight) -> bool:

@@ -106,7 +106,7 @@ def triton_codes(
     y = torch.empty((x2.shape[0], N), dtype=x.dtype, device=x.device)
     if y.numel():
         codes, s_row = quantize_rows(x2, rotation=group or 1, qmax=127 if bits == 8 else 7)
-        for start, stop in row_chunks(N, x2.shape[1]) if chunked else ((0, N),):
+        for start, stop in row_chunks(N, x2.shape[1], x.device) if chunked else ((0, N),):
             part, scale = rows(start, stop)
             int8_matmul(
                 codes,

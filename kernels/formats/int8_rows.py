@@ -129,6 +129,6 @@ def gather(weight: Carried, K: int, device: torch.device) -> Int8Rows:
     """All rows of a carried weight of ``K`` stored columns, a few thousand at a time."""
     qweight = torch.empty((weight.N, K), dtype=torch.int8, device=device)
     scale = torch.empty((weight.N, 1), dtype=torch.float32, device=device)
-    for start, stop in row_chunks(weight.N, 4 * K):
+    for start, stop in row_chunks(weight.N, 4 * K, device):
         qweight[start:stop], scale[start:stop] = weight.rows(start, stop)
     return Int8Rows(qweight, scale, weight.group)

@@ -38,7 +38,7 @@ from .base import Decoded, Format, Tensors, pad_inputs
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import as_float8, check_tiled, e8m0_to_float, required, tiles_of, untile
+from .scales import as_float8, check_tiled, e8m0_to_float, float8_to_float, required, tiles_of, untile
 
 BLOCK = quantize.MXFP8_BLOCK
 
@@ -82,7 +82,7 @@ class Mxfp8Weight(NamedTuple):
 
         def rows(start: int, stop: int) -> Tensor:
             scale = e8m0_to_float(untile(self.tiles, start, stop, columns))
-            blocks = self.codes[start:stop].to(torch.float32).reshape(stop - start, columns, BLOCK)
+            blocks = float8_to_float(self.codes[start:stop]).reshape(stop - start, columns, BLOCK)
             return blocks.mul_(scale[..., None]).reshape(stop - start, self.K)
 
         return rows

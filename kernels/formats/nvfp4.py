@@ -40,7 +40,7 @@ from .base import Decoded, Format, Tensors, pad_inputs
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, Decoder, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import check_tiled, e4m3_to_float, optional, required, scalar, tiles_of, unpack_nibbles, untile
+from .scales import check_tiled, e2m1_values, e4m3_to_float, optional, required, scalar, tiles_of, untile
 
 BLOCK = quantize.NVFP4_BLOCK
 
@@ -86,13 +86,11 @@ class Nvfp4Weight(NamedTuple):
     def decoded(self, *, unscaled: bool = False) -> FloatRows:
         """Row access to the dense weight; ``unscaled``: without ``factor``."""
         columns = self.K // BLOCK
-        table = torch.tensor(quantize.E2M1_VALUES, dtype=torch.float32, device=self.packed.device)
 
         def rows(start: int, stop: int) -> Tensor:
-            codes = unpack_nibbles(self.packed[start:stop], high_first=True)
             scale = e4m3_to_float(untile(self.tiles, start, stop, columns))
             scale = scale if unscaled else scale * self.factor
-            values = torch.index_select(table, 0, codes.reshape(-1).to(torch.int32))
+            values = e2m1_values(self.packed[start:stop])
             return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, self.K)
 
         return rows

