@@ -5,7 +5,25 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from . import routes
+from .checkpoint import QuantLoaderCheckpoint
+from .controlnet import QuantLoaderControlNet
 from .diffusion_model import QuantLoaderDiffusionModel
+from .inspect import QuantLoaderInspect
+from .kernel_report import QuantLoaderKernelReport
+from .model_patch import QuantLoaderModelPatch
+from .save import QuantLoaderSave
+from .text_encoder import QuantLoaderTextEncoder
+
+NODES: list[type[io.ComfyNode]] = [
+    QuantLoaderDiffusionModel,
+    QuantLoaderCheckpoint,
+    QuantLoaderTextEncoder,
+    QuantLoaderControlNet,
+    QuantLoaderModelPatch,
+    QuantLoaderSave,
+    QuantLoaderInspect,
+    QuantLoaderKernelReport,
+]
 
 
 class QuantLoaderExtension(ComfyExtension):
@@ -15,4 +33,4 @@ class QuantLoaderExtension(ComfyExtension):
         routes.register_on_server()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [QuantLoaderDiffusionModel]
+        return NODES

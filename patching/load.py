@@ -187,9 +187,7 @@ def reload_text_encoder(
     disable_dynamic: bool = False,
 ) -> Any:
     """What ComfyUI calls to build a dropped text encoder again."""
-    clip, _ = load_text_encoder(
-        paths, clip_type, rules, execution, embedding_directory, disable_dynamic, model_options
-    )
+    clip, _ = load_text_encoder(paths, clip_type, rules, execution, embedding_directory, disable_dynamic, model_options)
     return clip.patcher
 
 

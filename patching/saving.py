@@ -122,7 +122,9 @@ def save_diffusion_model(patcher: Any, path: str | Path, loras: str = "leave out
         save_file(tensors, partial, metadata={"format": "pt"})
         report = check(str(partial), rules="compatible")
         if report.verdict == "refused":
-            raise QuantLoaderError(f"The model was not saved, because the file would be refused: {verdict_text(report)}")
+            raise QuantLoaderError(
+                f"The model was not saved, because the file would be refused: {verdict_text(report)}"
+            )
         os.replace(partial, path)
     except OSError as error:
         raise _not_written(path, error) from error

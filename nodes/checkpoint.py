@@ -1,0 +1,52 @@
+"""Load Quantized Checkpoint: model, CLIP and VAE of one file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from . import common, files
+
+FOLDER = "checkpoints"
+
+
+class QuantLoaderCheckpoint(io.ComfyNode):
+    """Loads a full checkpoint whose model, text encoder or VAE is quantised."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QuantLoaderCheckpoint",
+            display_name="Load Quantized Checkpoint",
+            category=common.CATEGORY,
+            description="Checks a quantised checkpoint with model, CLIP and VAE in one file, and loads all three.",
+            search_aliases=["checkpoint", *common.SEARCH],
+            inputs=[common.file_input("ckpt_name", FOLDER), common.rules_input(), common.execution_input()],
+            outputs=[
+                io.Model.Output(display_name="MODEL"),
+                io.Clip.Output(display_name="CLIP"),
+                io.Vae.Output(display_name="VAE"),
+                io.String.Output(display_name="report"),
+            ],
+        )
+
+    @classmethod
+    async def validate_inputs(cls, ckpt_name: str | None = None, rules: str = "strict") -> Any:
+        return await common.validated(FOLDER, [ckpt_name], rules)
+
+    @classmethod
+    def fingerprint_inputs(cls, ckpt_name: str, **_: Any) -> str:
+        return files.fingerprint(FOLDER, ckpt_name)
+
+    @classmethod
+    def execute(cls, ckpt_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
+        import folder_paths
+
+        from ..patching.load import load_checkpoint, report_entry, report_text
+
+        embeddings = folder_paths.get_folder_paths("embeddings")
+        path = common.path_of(FOLDER, ckpt_name)
+        model, clip, vae, report = load_checkpoint([path], rules, execution, embeddings)
+        text = report_text(report, model, execution)
+        return common.shown(model, clip, vae, text, entry=report_entry(report, model))
