@@ -189,13 +189,12 @@ def _raw_entries(draft: Draft) -> dict[str, Any]:
 
 
 def _json(text: str | bytes) -> Any:
-    """The value, or None where there is no readable JSON."""
-    if declarations.too_deep(text):
-        return None
+    """The value, or None where there is no readable JSON of reasonable depth."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    return None if declarations.too_deep(value) else value
 
 
 def _padded_markers(draft: Draft) -> None:

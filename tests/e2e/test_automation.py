@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from quant_loader.demo import fixtures, workflows
+import torch
+from quant_loader.demo import fixtures, quantize, workflows
+from quant_loader.demo.client import PromptRejected
 from quant_loader.demo.paths import CHECKOUT
 
 FILES = ["int8_row", "int8_convrot", "fp8", "nvfp4"]
@@ -103,3 +106,71 @@ def test_nothing_to_run_is_two(server, batch, workflow, tmp_path, capsys):
     (tmp_path / "editor.json").write_text('{"nodes": []}')
     assert batch.main([str(tmp_path / "editor.json"), "--files", "x", "--server", server.address]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 3
+
+
+# -- repair, then render -----------------------------------------------------------------------------------------------
+
+
+def without_format(tensors):
+    """A retired loader's markers: {"convrot": true} and nothing else."""
+    marker = quantize.marker_tensor({"convrot": True})
+    return {n: marker.clone() if n.endswith(".comfy_quant") else t for n, t in tensors.items()}, {}
+
+
+def flat_double_scales(tensors):
+    """Row scales of shape [N] instead of [N, 1], in double precision."""
+    return {n: t.reshape(-1).double() if n.endswith(".weight_scale") else t for n, t in tensors.items()}, {}
+
+
+def legacy_spelling(tensors):
+    """The fp8 files of before the markers: scale_weight, and one scaled_fp8 tensor for the whole file."""
+    renamed = {
+        n.replace(".weight_scale", ".scale_weight"): t for n, t in tensors.items() if not n.endswith(".comfy_quant")
+    }
+    return {**renamed, "scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}, {}
+
+
+def metadata_without_prefix(tensors):
+    """Declared in the header under names that lack the prefix of the tensors."""
+    layers = {
+        name.removesuffix(".comfy_quant"): {"format": "nvfp4"} for name in tensors if name.endswith(".comfy_quant")
+    }
+    kept = {f"model.diffusion_model.{n}": t for n, t in tensors.items() if not n.endswith(".comfy_quant")}
+    return kept, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+
+
+def column_scales(tensors):
+    """W4A4 scales of shape [N, 1] instead of [N], in a file with bytes after its end."""
+    return {n: t.reshape(-1, 1) if n.endswith(".weight_scale") else t for n, t in tensors.items()}, {}
+
+
+BREAKS = {
+    "int8_convrot": without_format,
+    "int8_row": flat_double_scales,
+    "fp8": legacy_spelling,
+    "nvfp4": metadata_without_prefix,
+    "convrot_w4a4": column_scales,
+}
+
+
+@pytest.mark.parametrize("quantizer", BREAKS)
+def test_repaired_file_renders_as_the_unbroken_one(server, tensors, render, rendered, quantizer):
+    """Broken, refused, mended by the command, and then the very same picture."""
+    folder = server.models("diffusion_models")
+    broken, mended = folder / f"needs-repair-{quantizer}.safetensors", folder / f"repaired-{quantizer}.safetensors"
+    quantize.save(broken, *BREAKS[quantizer](quantize.quantize(tensors, quantizer)[0]))
+    with broken.open("ab") as file:
+        file.write(b"\0" * 512 if quantizer == "convrot_w4a4" else b"")
+    program = str(Path(sys.executable).with_name("quant-loader"))
+    commands = [["check", broken], ["repair", "--overwrite", broken, mended], ["check", mended]]
+    codes = []
+    for command in commands:
+        done = subprocess.run([program, *map(str, command)], capture_output=True, text=True, timeout=120, check=False)
+        print(f"\n$ quant-loader {' '.join(Path(word).name for word in map(str, command))}  -> {done.returncode}")
+        print(done.stdout + done.stderr)
+        codes.append(done.returncode)
+    assert codes == [1, 0, 0]
+    with pytest.raises(PromptRejected):
+        render(workflows.quant_loader(broken.name))
+    _, latent = render(workflows.quant_loader(mended.name))
+    assert torch.equal(latent, rendered(quantizer)[1])
