@@ -1,5 +1,4 @@
-"""Builds every production configuration of every kernel for every architecture, without a GPU or a driver, and reads
-the machine code.
+"""Builds every production configuration for every architecture, without a GPU or a driver, and reads the machine code.
 
     python -m quant_loader.kernels.triton_ops.aot [--arch sm_90 gfx1100 ...] [--jobs 2] [--json]
 

@@ -86,8 +86,7 @@ def reversed_chunk(chunk: tl.tensor, ROTATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def e4m3_to_f32(byte: tl.tensor) -> tl.tensor:
-    """float8_e4m3fn codes (uint8) -> float32. The code's fields are those of a float16 of 2**-8 the value; subnormals
-    included."""
+    """float8_e4m3fn codes (uint8) -> float32: fields of a float16 of 2**-8 the value, subnormals included."""
     b = byte.to(tl.int16)
     half = (((b & 0x80) << 8) | ((b & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((b & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -128,8 +127,7 @@ def f32_to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def f32_to_e2m1(x: tl.tensor) -> tl.tensor:
-    """float32 -> float4_e2m1 codes (low four bits of an int32), half to even, clamped to +-6; levels 0 .5 1 1.5 2 3 4
-    6."""
+    """float32 -> float4_e2m1 codes (low four bits of an int32), half to even, clamped to +-6."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), 6.0)
     fine = round_to_int(magnitude * 2.0)  # codes 0 to 4, steps of a half

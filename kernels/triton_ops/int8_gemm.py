@@ -4,9 +4,8 @@
 
 a and b are int8 with K adjacent in memory (a weight as stored), the sum is int32 and exact for K <= 131,071, the
 epilogue is float32 and the result is rounded once, to out_dtype: overflow becomes infinity there, as in a dense
-linear. Source: the int8_tensorwise linear of comfy-kitchen, and for the low-rank term LoRA (y += strength * (x
-down^T) up^T), added here because a separate pass would read and write
-``out`` once more.
+linear. Source: the int8_tensorwise linear of comfy-kitchen, and LoRA for the low-rank term (y += strength * (x down^T)
+up^T), which is added here because a separate pass would read and write ``out`` once more.
 
 Programs are numbered so that GROUP_M row tiles are finished before the next column tile starts, which keeps their
 operands in L2. On sm_80 to sm_89 a loop step holds two dots (DOTS): with one, Triton 3.8 and 3.9 prefetch int8

@@ -1,5 +1,4 @@
-"""INT8 rows: one float32 scale per row, codes rounded half to even, optionally rotated (ConvRot) first. One pass over
-memory.
+"""INT8 rows: one float32 scale per row, codes rounded half to even, optionally rotated (ConvRot) first.
 
     x_rot = x H(g)            per group of g columns (rotation g = 16, 64, 256; 1: no rotation), float32
     s[m]  = max(max_k |x_rot[m, k]| / qmax, floor)          floor 1e-30 for qmax 127, 1e-10 / 7 for qmax 7

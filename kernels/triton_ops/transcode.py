@@ -1,5 +1,4 @@
-"""FP8, MXFP8 and NVFP4 weights to INT8 rows, rotated (ConvRot) on the way: decode, rotate, row maximum, requantise,
-one pass over memory.
+"""FP8, MXFP8 and NVFP4 weights to INT8 rows, rotated (ConvRot) on the way, in one pass over memory.
 
     W = decode(codes, scales)        W_rot = W H(g)        s[n] = max_k |W_rot[n, k]| / 127        q = round(W_rot / s)
 
