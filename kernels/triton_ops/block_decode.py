@@ -4,7 +4,8 @@
     W[n, k] = e4m3(code[n, k]) * 2**(e[n, k // 32] - 127)                   mxfp8: e8m0 bytes, 128x4 order
     W[n, k] = e2m1(code[n, k]) * e4m3(b[n, k // 16]) * tensor_scale         nvfp4: e4m3 bytes, high nibble = even k
 
-The product is formed in float32 and rounded once, in one pass where eager code takes 3 to 11 kernels. Source: comfy-kitchen's fp8, mxfp8 and nvfp4 layouts.
+The product is formed in float32 and rounded once, in one pass where eager code takes 3 to 11 kernels. Source:
+comfy-kitchen's fp8, mxfp8 and nvfp4 layouts.
 """
 # mypy: disable-error-code="untyped-decorator"
 
