@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from quant_loader.demo import fixtures, quantize, workflows
 from quant_loader.demo.client import PromptRejected
 from quant_loader.demo.paths import CHECKOUT
+from quant_loader.demo.server import ComfyServer
 
 FILES = ["int8_row", "int8_convrot", "fp8", "nvfp4"]
 BROKEN = "broken-zeroed-markers.safetensors"
@@ -38,6 +41,10 @@ def workflow(tmp_path):
         json.dumps(workflows.text_to_image(workflows.stock_loader("any.safetensors"), "batch/run", size=64, steps=1))
     )
     return path
+
+
+def comfy_program():
+    return str(Path(sys.executable).with_name("comfy.exe" if os.name == "nt" else "comfy"))
 
 
 def names():
@@ -82,7 +89,7 @@ def test_through_comfy_cli(server, batch, workflow, cli, monkeypatch, capsys):
     for name in ("HOME", "USERPROFILE"):  # where `cli` keeps its own settings: no telemetry, and nobody's are touched
         monkeypatch.setenv(name, str(cli.home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cli.home / "cache"))
-    program = str(Path(sys.executable).with_name("comfy.exe" if os.name == "nt" else "comfy"))
+    program = comfy_program()
     files = [names()[0], BROKEN]
     code = batch.main(
         [str(workflow), "--files", *files, "--server", server.address, "--via", "comfy", "--comfy", program]
@@ -174,3 +181,24 @@ def test_repaired_file_renders_as_the_unbroken_one(server, tensors, render, rend
         render(workflows.quant_loader(broken.name))
     _, latent = render(workflows.quant_loader(mended.name))
     assert torch.equal(latent, rendered(quantizer)[1])
+
+
+# -- the registry's archive --------------------------------------------------------------------------------------------
+
+
+def test_archive_installs_into_a_clean_comfyui(tmp_path, cli):
+    """The archive that the registry would serve, unpacked into an empty ComfyUI: our nodes are there."""
+    copy = tmp_path / "checkout"
+    names = (".git", ".venv", ".cache", "__pycache__", "demo-output", "node_modules", "*.egg-info", ".*_cache")
+    shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(*names))
+    private = {"HOME": str(cli.home), "USERPROFILE": str(cli.home), "XDG_CACHE_HOME": str(cli.home / "cache")}
+    pack = [comfy_program(), "--skip-prompt", "node", "pack"]
+    subprocess.run(pack, cwd=copy, env={**os.environ, **private}, stdin=subprocess.DEVNULL, timeout=120, check=True)
+    clean = ComfyServer(tmp_path / "clean", with_pack=False)
+    with zipfile.ZipFile(copy / "node.zip") as archive:
+        archive.extractall(clean.base / "custom_nodes" / "quant-loader")
+    with clean:
+        ours = [name for name in clean.client.get("/object_info") if name.startswith("QuantLoader")]
+        assert "IMPORT FAILED" not in clean.log()
+        assert any("quant_loader.js" in path for path in clean.client.get("/extensions"))
+    assert "QuantLoaderDiffusionModel" in ours
