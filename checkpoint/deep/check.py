@@ -70,7 +70,7 @@ def _layer(
     evidence: dict[str, nibbles.Evidence],
     damaged: set[str],
 ) -> None:
-    if not check_block_scales(spec, source, findings) or spec.name in damaged:
+    if spec.name in damaged or not check_block_scales(spec, source, findings):
         return
     sample = take(spec, source)
     if sample is None or not check_codes(spec, sample, findings):

@@ -157,7 +157,7 @@ def _standard_error(x: Matrix, blocks: np.ndarray[tuple[int], np.dtype[np.intp]]
 
 def _serial(x: Matrix) -> float:
     """Mean squared correlation of a unit's values with their next three neighbours, beyond what chance gives."""
-    n = x.shape[1]
+    n = int(x.shape[1])
     lags = [np.einsum("ij,ij->i", x[:, :-lag], x[:, lag:]) / n for lag in (1, 2, 3)]
     strongest = max(float(np.square(lag).mean()) for lag in lags)
     return strongest - 1.0 / n

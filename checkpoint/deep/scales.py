@@ -12,6 +12,7 @@ from .decode import BLOCK
 from .source import Bytes, Source
 
 CHUNK = 4 << 20
+ENOUGH = 256 << 10
 _SUFFIX = {"nvfp4": "weight_scale", "mxfp8": "weight_scale", "asym_w4a8_int8": "weight_s_rel"}
 _NAMED = 4
 
@@ -69,8 +70,8 @@ def _rows(spec: LayerSpec, offsets: npt.NDArray[np.intp]) -> tuple[npt.NDArray[n
     return row, (row < N) & (column < columns)
 
 
-def zero_rows_of_scales(spec: LayerSpec, source: Source, rows: range) -> Bytes:
-    """The block scales (all of them) of the 128-row bands, or of the rows, that ``rows`` lies in."""
+def scales_of_rows(spec: LayerSpec, source: Source, rows: range) -> Bytes:
+    """Block scales of the 128-row bands, or of the rows, that ``rows`` lies in: the first of them, as many as tell."""
     tensor = source.tensors[spec.tensors[_SUFFIX[spec.format]]]
     if spec.format in BLOCK:
         step = 128 * padded(spec.K // BLOCK[spec.format], 4)
@@ -79,4 +80,4 @@ def zero_rows_of_scales(spec: LayerSpec, source: Source, rows: range) -> Bytes:
         step = tensor.nbytes // spec.N
         first, last = rows.start, rows.stop - 1
     begin, end = min(first * step, tensor.nbytes), min((last + 1) * step, tensor.nbytes)
-    return source.read(tensor, begin, min(end - begin, CHUNK))
+    return source.read(tensor, begin, min(end - begin, ENOUGH))

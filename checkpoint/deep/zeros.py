@@ -20,7 +20,7 @@ from ..header import TensorInfo
 from ..report import LayerSpec
 from ..words import clean
 from .decode import BLOCK
-from .scales import zero_rows_of_scales
+from .scales import scales_of_rows
 from .source import Bytes, Rows, Source
 
 PROBE = 512
@@ -169,7 +169,7 @@ def _contradiction(region: Region, owners: Mapping[str, LayerSpec], source: Sour
         rows = range(-(-low // row), high // row)
         if len(rows) and _scales_in_use(spec, rows, source):
             return True, f"where the scales of rows {rows.start} to {rows.stop - 1} say that the weights are not zero"
-        if len(rows) == spec.N and _scalar_in_use(spec, source):
+        if len(rows) == spec.N and _shared_in_use(spec, source):
             doubt = (False, "a whole weight, whose scale says that it should not be zero")
     return doubt
 
@@ -177,7 +177,7 @@ def _contradiction(region: Region, owners: Mapping[str, LayerSpec], source: Sour
 def _scales_in_use(spec: LayerSpec, rows: range, source: Source) -> bool:
     """Whether row or block scales of rows whose codes are all zero say otherwise."""
     if spec.format in BLOCK or spec.format == "asym_w4a8_int8":
-        scales = zero_rows_of_scales(spec, source, rows)
+        scales = scales_of_rows(spec, source, rows)
         whole = len(rows) >= 128 or spec.format not in BLOCK  # a band holds the scales of 128 rows, zero ones or not
         return bool((scales != 0).mean() > (0.5 if whole else 1.0 - 0.5 * len(rows) / 128))
     suffix = _ROW_SCALES.get(spec.format)
@@ -199,13 +199,13 @@ def _ordinary(spec: LayerSpec, suffix: str, rows: Rows, source: Source) -> npt.N
     return np.asarray((mine > middle / ORDINARY) & (mine < middle * ORDINARY) & (mine > TINY) & (mine != 1.0))
 
 
-def _scalar_in_use(spec: LayerSpec, source: Source) -> bool:
-    """Whether the one scale of an all-zero weight is neither of the values that writers give to zeros."""
+def _shared_in_use(spec: LayerSpec, source: Source) -> bool:
+    """Whether the scale of an all-zero weight is neither of the values that writers give to zeros."""
     tensor = source.tensors.get(spec.tensors.get("weight_scale", ""))
-    if tensor is None or tensor.nbytes > 8 or not is_float(tensor.dtype):
+    if tensor is None or tensor.nbytes > MAX_ROW_SCALES or not is_float(tensor.dtype):
         return False
-    scale = float(decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes())[0])
-    return TINY < scale < 1.0
+    scales = decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes())
+    return TINY < float(np.median(scales)) < 1.0
 
 
 def _codes_in_use(spec: LayerSpec, scale: TensorInfo, low: int, high: int, source: Source) -> bool:
