@@ -246,10 +246,10 @@ class _Check:
         if not bare:
             return
         if self.compatible:
-            plain = dialects.plain_storage(self.tensors, declared)
+            plain = dialects.plain_storage(self.parts, bare, declared)
             if plain:
                 self.findings.add("extra.storage.plain", found=str(len(plain)))
-                return
+                bare = sorted(set(bare) - set(plain))
         for prefix in sorted(bare):
             self.suspects.add(prefix)
             declared.broken.add(prefix)

@@ -63,6 +63,7 @@ class Declarations:
     global_mxfp8: bool = False
     from_metadata: list[str] = field(default_factory=list)
     metadata_broken: bool = False
+    legacy_prefixes: list[str] = field(default_factory=list)
 
 
 @dataclass

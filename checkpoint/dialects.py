@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .declarations import Declaration, Declarations
+from .dtypes import count
 from .files import Checkpoint
 from .findings import Findings
 from .header import TensorInfo
-from .layer import SCALE_SUFFIXES
 from .words import clean
 
 MODEL_PREFIXES = (
@@ -27,11 +27,13 @@ MODEL_PREFIXES = (
 )
 """Outer prefixes that savers put before a model's own layer names."""
 
+_LEGACY_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
 FP8_DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def apply(checkpoint: Checkpoint, declared: Declarations, findings: Findings) -> None:
     """Rewrite ``declared`` in place."""
+    declared.legacy_prefixes = legacy_prefixes(checkpoint.tensors)
     _metadata_prefix(checkpoint.tensors, declared, findings)
     _legacy_scaled_fp8(checkpoint.tensors, declared, findings)
     _int8_fast(checkpoint.tensors, declared, findings)
@@ -64,21 +66,23 @@ def _metadata_prefix(tensors: Mapping[str, TensorInfo], declared: Declarations, 
     findings.add("extra.dialect.file", found=note[0].upper() + note[1:].removesuffix("."), variant="prefix")
 
 
+def legacy_prefixes(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """What stands before every ``scaled_fp8`` tensor: the parts of the file that are legacy scaled FP8."""
+    name = "scaled_fp8"
+    return [flag.removesuffix(name) for flag in tensors if flag == name or flag.endswith(f".{name}")]
+
+
 def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations, findings: Findings) -> None:
     """A ``scaled_fp8`` tensor declares every F8 layer below it that has a ``scale_weight``; two elements ask for full
     precision.
     """
-    flags = [name for name in tensors if name == "scaled_fp8" or name.endswith(".scaled_fp8")]
-    for flag in flags:
-        outer = flag[: -len("scaled_fp8")]
-        elements = 1
-        for dim in tensors[flag].shape:
-            elements *= dim
+    for outer in declared.legacy_prefixes:
+        full_precision = count(tensors[f"{outer}scaled_fp8"].shape) == 2
         found = 0
-        for name, scale in tensors.items():
+        for name in tensors:
             if not name.startswith(outer) or not name.endswith(".scale_weight"):
                 continue
-            prefix = name[: -len(".scale_weight")]
+            prefix = name.removesuffix(".scale_weight")
             weight = tensors.get(f"{prefix}.weight")
             if (
                 weight is None
@@ -88,18 +92,12 @@ def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations
             ):
                 continue
             conf: dict[str, object] = {"format": FP8_DTYPES[weight.dtype]}
-            if elements == 2:
+            if full_precision:
                 conf["full_precision_matrix_mult"] = True
-            declared.layers[prefix] = Declaration(
-                prefix,
-                conf,
-                "inferred",
-                f"the tensor {clean(flag)}",
-                ("legacy scaled_fp8 file",),
-                {"weight_scale": "scale_weight", "input_scale": "scale_input"},
-            )
+            where = f"the tensor {clean(outer)}scaled_fp8"
+            notes = ("legacy scaled_fp8 file",)
+            declared.layers[prefix] = Declaration(prefix, conf, "inferred", where, notes, _LEGACY_NAMES)
             found += 1
-            del scale
         if found:
             findings.add(
                 "extra.dialect.file",
@@ -123,14 +121,30 @@ def _int8_fast(tensors: Mapping[str, TensorInfo], declared: Declarations, findin
         findings.add("extra.dialect", layer=prefix, found=note, variant="int8-fast")
 
 
-def plain_storage(tensors: Mapping[str, TensorInfo], declared: Declarations) -> list[str]:
-    """F8 weights of a file that has neither a scale nor a declaration anywhere: 8-bit floats as plain storage."""
-    if declared.layers or declared.broken or declared.metadata_broken or declared.global_mxfp8:
+def plain_storage(parts: Mapping[str, Mapping[str, TensorInfo]], bare: list[str], declared: Declarations) -> list[str]:
+    """Which of the undeclared (``bare``) 8-bit weights are floats used as plain storage.
+
+    Either the file has no scale and no declaration anywhere, and nothing but F8 among the weights in question; or a
+    weight of a legacy ``scaled_fp8`` part has no scale of its own: that tool stored one for every weight that it had
+    scaled.
+    """
+    if any(declaration.aliases is _LEGACY_NAMES for declaration in declared.layers.values()):
+        outers = tuple(declared.legacy_prefixes)
+        return [name for name in bare if name.startswith(outers) and _lone_f8(parts[name])]
+    if (
+        declared.layers
+        or declared.broken
+        or declared.metadata_broken
+        or declared.global_mxfp8
+        or declared.legacy_prefixes
+    ):
         return []
-    weights = [
-        name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dtype in ("F8_E4M3", "I8", "U8")
-    ]
-    if not weights or any(tensors[name].dtype != "F8_E4M3" for name in weights):
+    if any(parts[name]["weight"].dtype not in FP8_DTYPES for name in bare) or any(
+        set(own) - {"weight"} for own in parts.values()
+    ):
         return []
-    ends = tuple(f".{suffix}" for suffix in SCALE_SUFFIXES) + ("scaled_fp8",)
-    return [] if any(name.endswith(ends) for name in tensors) else weights
+    return bare
+
+
+def _lone_f8(parts: Mapping[str, TensorInfo]) -> bool:
+    return set(parts) == {"weight"} and parts["weight"].dtype in FP8_DTYPES

@@ -366,3 +366,24 @@ def test_unreadable_marker_on_an_unquantised_layer(answers, tools):
     assert rules(strict) == {"marker.json"}
     assert compatible.verdict == "ok"
     assert [layer.name for layer in compatible.layers] == ["a"]
+
+
+def test_unscaled_weights_of_a_legacy_file_are_plain_storage(answers, tools):
+    tensors = {
+        **tools.layers.fp8("a", weight_scale=None, scale_weight=("F32", [])),
+        "embed.weight": ("F8_E4M3", [8, 8]),
+        "scaled_fp8": ("F8_E4M3", [0]),
+    }
+    _, compatible = answers(tensors)
+    assert compatible.verdict == "ok"
+    assert [layer.name for layer in compatible.layers] == ["a"]
+    assert "extra.storage.plain" in {fault.rule for fault in compatible.faults}
+    tensors["embed.weight_scale"] = ("F32", [])
+    _, compatible = answers(tensors)
+    assert rules(compatible) == {"marker.missing"}
+
+
+def test_plain_storage_needs_a_file_without_scales(answers, tools):
+    tensors = {"a.weight": ("F8_E4M3", [8, 8]), **tools.layers.int8("b")}
+    _, compatible = answers(tensors, markers={"b": tools.CONVROT})
+    assert rules(compatible) == {"marker.missing"}
