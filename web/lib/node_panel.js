@@ -4,7 +4,7 @@ import { app } from "../../../scripts/app.js";
 import { h, icon } from "./dom.js";
 import { fileView } from "./file_view.js";
 import { openTable } from "./layer_table.js";
-import { chooseValue, keyOf, subjectsOf } from "./nodes.js";
+import { chooseValue, keyOf, subjectsOf, upstream } from "./nodes.js";
 import { ranView } from "./ran.js";
 import { fetchCheck, fetchPlan } from "./server.js";
 import { settings } from "./settings.js";
@@ -56,7 +56,13 @@ export class NodePanel {
     }
     chain(node, "onConfigure", () => this.refresh());
     chain(node, "onConnectionsChange", () => queueMicrotask(() => this.refresh()));
-    chain(node, "onExecuted", (output) => this.showRan(output?.quant_loader));
+    chain(node, "onExecuted", (output) => {
+      this.showRan(output?.quant_loader);
+      if (entry.files.length > 0) return;
+      // A report node speaks of the model that a loader made: the loader's panel says it too.
+      const sources = upstream(node);
+      for (const panel of panels) if (sources.includes(panel.node)) panel.showRan(output?.quant_loader);
+    });
     chain(node, "onAdded", () => {
       panels.add(this);
       this.refresh();

@@ -52,6 +52,13 @@ export function subjectsOf(node, entry) {
   return subjects;
 }
 
+/** The nodes that a node's first input leads back to, nearest first: LoRA and other model nodes, and the loader at the end. */
+export function upstream(node) {
+  const found = [];
+  for (let at = node.getInputNode?.(0); at && !found.includes(at); at = at.getInputNode?.(0)) found.push(at);
+  return found;
+}
+
 /** A name for a subject that changes exactly when another question must be asked. */
 export const keyOf = (subject) =>
   subject.linked ? `linked ${subject.widget}` : JSON.stringify([subject.folder, subject.file, subject.rules, subject.execution]);

@@ -1,7 +1,7 @@
 // What ran: the `quant_loader` entries in a node's output after it was executed.
 //
 // An entry is { summary, groups: [{ format, backend, operator, execution, reason, slow, count, calls }] }, or the same as
-// JSON text. `calls` is absent where layers were planned and have not run yet.
+// JSON text. A loader's groups have no `calls`: they are planned, and have not run yet.
 
 import { h, icon } from "./dom.js";
 import { formatName } from "./figures.js";
@@ -36,16 +36,19 @@ function row(group) {
   );
 }
 
+/** Whether the entries tell of calls: a loader's entry only says what it planned, as the panel does already. */
+const hasRun = (entry) => (entry.groups ?? []).some((group) => group.calls !== undefined);
+
 export function ranView(entries) {
   const list = (Array.isArray(entries) ? entries : [entries]).map(parse).filter(Boolean);
   return h(
     "section",
     { class: "ql-ran" },
-    h("h4", {}, t("ran.title")),
+    h("h4", {}, t(list.some(hasRun) ? "ran.title" : "ran.loaded")),
     list.map((entry) => [
       entry.summary && h("p", { class: "ql-summary" }, entry.summary),
-      entry.groups?.length > 0 && h("ul", {}, entry.groups.slice(0, SHOWN).map(row)),
-      entry.groups?.length > SHOWN && h("p", { class: "ql-muted" }, t("more.groups", { count: entry.groups.length - SHOWN })),
+      hasRun(entry) && h("ul", {}, entry.groups.slice(0, SHOWN).map(row)),
+      hasRun(entry) && entry.groups.length > SHOWN && h("p", { class: "ql-muted" }, t("more.groups", { count: entry.groups.length - SHOWN })),
     ]),
   );
 }

@@ -39,8 +39,15 @@ HOSTILE_FILE = "hostile-names.safetensors"
 MANY_FORMATS_FILE = "mixed-formats.safetensors"
 CHANGING_FILE = "changing.safetensors"
 VIEWPORT = {"width": 1440, "height": 900}
-PATIENCE = 30_000  # milliseconds; a verdict takes a few hundredths of it, on a machine with nothing else to do
-START = 120_000  # milliseconds for the page with its 600 modules
+PATIENCE = 60_000  # milliseconds; a verdict takes a few hundredths of it, on a machine with nothing else to do
+START = 240_000  # milliseconds for the page with its 600 modules
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))  # the first test of each renderer waits for the page
 
 
 class Editor:

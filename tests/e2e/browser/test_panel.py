@@ -149,6 +149,20 @@ def test_a_refused_run_marks_the_node_until_the_cause_is_gone(
     editor.page.wait_for_function(f"() => !({marked})()")
 
 
+def test_after_a_run_the_panel_says_what_ran(editor: Any, text_to_image: Callable[..., dict[str, Any]]) -> None:
+    workflow = text_to_image(SOUND)
+    workflow["kernels"] = {"class_type": "QuantLoaderKernelReport", "inputs": {"model": ["loader", 0]}}
+    editor.load(workflow)
+    editor.verdict("ok")
+    editor.run()
+    ran = editor.page.locator(".ql-panel", has_text="Sound").locator(".ql-ran")
+    ran.get_by_text("Last run").wait_for()
+    text = ran.inner_text()
+    assert "13 quantised layers, 26 calls" in text, "13 layers, 2 steps"
+    assert "13 × INT8" in text
+    editor.shot("after-a-run")
+
+
 def test_compatible_rules_are_one_button_away(editor: Any) -> None:
     editor.add(DIALECT)
     editor.verdict("refused")
