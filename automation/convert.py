@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..checkpoint.words import clean
-from .loader_nodes import LOADERS
+from .loader_nodes import LOADERS, NO_FILE
 from .workflows import Document, subgraph_definitions, widget_names
 
 Execution = Literal["auto", "native", "int8", "exact"]
@@ -64,9 +64,6 @@ REPLACEMENTS: dict[str, Replacement] = {
     )
 }
 """What is converted, by stock node type."""
-
-_UNSET_FILE = "None"
-"""Our text encoder's value for a second, third or fourth file that is not used."""
 
 
 @dataclass
@@ -135,7 +132,7 @@ def _editor_node(
     new_values.update(settings)
     _note(node_id, row, values, result)
     node["type"] = row.new
-    node["widgets_values"] = [new_values.get(name, _UNSET_FILE) for name in LOADERS[row.new].widgets]
+    node["widgets_values"] = [new_values.get(name, NO_FILE) for name in LOADERS[row.new].widgets]
     properties = node.get("properties")
     if isinstance(properties, dict):
         properties.pop("cnr_id", None)

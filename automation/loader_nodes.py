@@ -47,6 +47,9 @@ def _ours(type_: str, files: Mapping[str, str], *widgets: str) -> LoaderNode:
 
 _TAESD = ("taesd", "taesdxl", "taesd3", "taef1", "taef2", "pixel_space")
 
+NO_FILE = "none"
+"""What our text encoder node stores for a place that is not used."""
+
 OUR_ENCODER_NAMES = ("clip_name1", "clip_name2", "clip_name3", "clip_name4")
 
 LOADERS: dict[str, LoaderNode] = {

@@ -24,6 +24,13 @@ RENAMED, RESHAPED, WIDENED, RELABELLED = "renamed", "reshaped", "widened", "rela
 MARKER_WRITTEN, MARKER_COMPLETED, MARKER_DROPPED = "marker written", "marker completed", "marker dropped"
 METADATA_CHANGED, TRAILING_DROPPED, TENSOR_DROPPED = "metadata changed", "trailing bytes dropped", "tensor dropped"
 
+KINDS = (
+    *(RENAMED, RESHAPED, WIDENED, RELABELLED),
+    *(MARKER_WRITTEN, MARKER_COMPLETED, MARKER_DROPPED),
+    *(METADATA_CHANGED, TRAILING_DROPPED, TENSOR_DROPPED),
+)
+"""What a repair can do, each described in ``docs/automation.md``."""
+
 SCALAR, ROWS, COLUMN = "()", "(N,)", "(N, 1)"
 
 _SCALES: dict[str, dict[str, tuple[str, ...]]] = {

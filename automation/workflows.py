@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..checkpoint.words import clean
 from .documents import is_png, parse_json, png_texts, read_bytes, shown
 from .errors import RequestError
-from .loader_nodes import LOADERS, LoaderNode, looks_like_model
+from .loader_nodes import LOADERS, NO_FILE, LoaderNode, looks_like_model
 
 MAX_NODES = 20_000
 """Most nodes we visit, subgraph instances counted each time."""
@@ -147,7 +147,7 @@ def _collect(found: WorkflowFiles, node_id: str, row: LoaderNode, values: Mappin
                 f"Node {node_id} ({row.type}): {widget} comes from another node and is known only when it runs."
             )
             continue
-        if not isinstance(value, str) or not value or value == "None" or value in row.built_in:
+        if not isinstance(value, str) or not value or value.lower() == NO_FILE or value in row.built_in:
             continue
         if row.folder_widget is not None:
             chosen = values.get(row.folder_widget)

@@ -74,7 +74,7 @@ def test_several_encoders_and_the_unused_places():
     inputs = {
         "clip_name1": "l.safetensors",
         "clip_name2": "t5.safetensors",
-        "clip_name3": "None",
+        "clip_name3": "none",
         "type": "flux",
         "rules": "strict",
     }

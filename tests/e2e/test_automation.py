@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from quant_loader.demo import fixtures, quantize, workflows
+from quant_loader.automation.convert import convert_workflow
+from quant_loader.automation.loader_nodes import LOADERS
+from quant_loader.automation.workflows import as_workflow
+from quant_loader.demo import fixtures, pictures, quantize, workflows
 from quant_loader.demo.client import PromptRejected
 from quant_loader.demo.paths import CHECKOUT
 from quant_loader.demo.server import ComfyServer
@@ -113,6 +116,49 @@ def test_nothing_to_run_is_two(server, batch, workflow, tmp_path, capsys):
     (tmp_path / "editor.json").write_text('{"nodes": []}')
     assert batch.main([str(tmp_path / "editor.json"), "--files", "x", "--server", server.address]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 3
+
+
+# -- workflows ---------------------------------------------------------------------------------------------------------
+
+
+def widget_names(info):
+    """A node's widgets in the order in which the editor stores their values."""
+    order = [name for kind in ("required", "optional") for name in info["input_order"].get(kind, [])]
+    inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    return [
+        name
+        for name in order
+        if isinstance(inputs[name][0], list) or inputs[name][0] in ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")
+    ]
+
+
+@pytest.mark.parametrize("row", LOADERS.values(), ids=LOADERS)
+def test_our_table_of_loaders_is_what_this_comfyui_says(server, row):
+    info = server.client.get(f"/object_info/{row.type}")[row.type]
+    assert tuple(widget_names(info)) == row.widgets
+
+
+def test_converted_workflow_runs_and_makes_the_same_latent(server, render, tmp_path, reference):
+    name = fixtures.file_name("int8_row")
+    stock = workflows.text_to_image(workflows.stock_loader(name), "convert/run")
+    result = convert_workflow(as_workflow(stock, "wf"))
+    assert result.content[workflows.LOADER] == workflows.quant_loader(name)
+    (entry,) = server.client.run(result.content).files(workflows.LATENT, "latents")
+    ours = pictures.read_latent(server.output() / entry["subfolder"] / entry["filename"])
+    _, theirs = render(workflows.stock_loader(name))
+    assert pictures.relative_difference(ours, theirs) < pictures.relative_difference(ours, reference)
+
+
+def test_check_of_the_picture_that_the_server_wrote(server, render):
+    """The PNG's own workflow names the file; checking it needs nothing else."""
+    run, _ = render(workflows.quant_loader(fixtures.file_name("nvfp4")))
+    (entry,) = run.files(workflows.PICTURE)
+    picture = server.output() / entry["subfolder"] / entry["filename"]
+    program = str(Path(sys.executable).with_name("quant-loader"))
+    command = [program, "check", "--workflow", str(picture), "--models", str(server.base / "models")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert fixtures.file_name("nvfp4") in done.stdout
 
 
 # -- repair, then render -----------------------------------------------------------------------------------------------
