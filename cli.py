@@ -189,7 +189,7 @@ def _kind(annotations: object) -> str:
         words.append("row scales")
     if annotations.get("is_tensorwise_scalar"):
         words.append("one scale")
-    if annotations.get("convrot") or "linear_dtype" in annotations or "group_size" in annotations:
+    if annotations.get("convrot") or "linear_dtype" in annotations or "has_codebook" in annotations:
         words.append(f"ConvRot {annotations.get('convrot_groupsize')}")
     if annotations.get("has_pre_quant_scale"):
         words.append("pre_quant_scale")
