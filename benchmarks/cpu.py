@@ -188,9 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     N, K = map(int, options.shape.lower().split("x"))
     vnni = "VNNI" if kernels.device_facts("cpu").vnni else "no VNNI"
-    print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {vnni}, torch {torch.__version__}\n"
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {torch.get_num_threads()} threads, {vnni}, torch {torch.__version__}\n")
     watch = Stopwatch(time.process_time if options.cpu_time else time.perf_counter, options.repeats)
     with torch.inference_mode():
         rows = [row for tokens in options.tokens for row in measure(tokens, N, K, watch)]
