@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import routes
+from . import replacements, routes
 from .checkpoint import QuantLoaderCheckpoint
 from .controlnet import QuantLoaderControlNet
 from .diffusion_model import QuantLoaderDiffusionModel
@@ -31,6 +31,7 @@ class QuantLoaderExtension(ComfyExtension):
 
     async def on_load(self) -> None:
         routes.register_on_server()
+        await replacements.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

@@ -161,6 +161,18 @@ def test_check_of_the_picture_that_the_server_wrote(server, render):
     assert fixtures.file_name("nvfp4") in done.stdout
 
 
+def test_a_retired_packs_loader_is_replaced_by_ours(server):
+    """A workflow of people whose INT8 loader pack is gone: the server puts our node in its place."""
+    assert server.client.get("/node_replacements")["OTUNetLoaderW8A8"][0]["new_node_id"] == workflows.OUR_NODE
+    old = {
+        "class_type": "OTUNetLoaderW8A8",
+        "inputs": {"unet_name": fixtures.file_name("int8_convrot"), "weight_dtype": "default", "model_type": "flux2"},
+        "_meta": {"title": "Load Diffusion Model INT8"},
+    }
+    run = server.client.run(workflows.text_to_image(old, "replaced/run"))
+    assert workflows.SAMPLER in run.executed
+
+
 # -- repair, then render -----------------------------------------------------------------------------------------------
 
 
