@@ -1,0 +1,252 @@
+"""Tiny models of other families, made of ComfyUI's own model classes with random weights; ComfyUI must be importable.
+
+Sizes are the smallest whose state dict ComfyUI still recognises as the family. Each function returns a state dict under
+the names of a diffusion model file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def randomised(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """The state dict of `module` with random weights that keep activations near unit size.
+
+    Matrices and kernels get a variance of 1 / fan-in, norms ones, everything else small values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    out: Tensors = {}
+    for name, tensor in module.state_dict().items():
+        shape = tuple(tensor.shape)
+        if name.endswith("norm.weight") or (len(shape) == 1 and name.endswith("weight")):
+            value = torch.ones(shape)
+        elif len(shape) >= 2:
+            value = torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
+        else:
+            value = 0.02 * torch.randn(shape, generator=generator)
+        out[name] = value.to(dtype)
+    return out
+
+
+def _built(model_class: Any, seed: int, **config: Any) -> Tensors:
+    import comfy.ops
+
+    operations = comfy.ops.disable_weight_init
+    return randomised(model_class(**config, dtype=torch.bfloat16, device="cpu", operations=operations), seed)
+
+
+def flux2(seed: int = 3) -> Tensors:
+    """Flux 2: global modulation, no biases, 128 latent channels; one double and one single block."""
+    from comfy.ldm.flux.model import Flux
+
+    return _built(
+        Flux,
+        seed,
+        in_channels=128,
+        out_channels=128,
+        vec_in_dim=None,
+        context_in_dim=1024,
+        hidden_size=256,
+        mlp_ratio=3.0,
+        num_heads=2,
+        depth=1,
+        depth_single_blocks=1,
+        axes_dim=[32, 32, 32, 32],
+        theta=2000,
+        patch_size=1,
+        qkv_bias=False,
+        guidance_embed=False,
+        txt_ids_dims=[3],
+        global_modulation=True,
+        mlp_silu_act=True,
+        ops_bias=False,
+    )
+
+
+def _unet(seed: int, context_dim: int, linear: bool, heads: dict[str, int]) -> Tensors:
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    return _built(
+        UNetModel,
+        seed,
+        image_size=32,
+        in_channels=4,
+        out_channels=4,
+        model_channels=320,
+        num_res_blocks=[1, 1],
+        channel_mult=(1, 1),
+        transformer_depth=[1, 0],
+        transformer_depth_middle=-2,
+        transformer_depth_output=[1, 1, 0, 0],
+        context_dim=context_dim,
+        use_spatial_transformer=True,
+        use_linear_in_transformer=linear,
+        **heads,
+    )
+
+
+def sdxl_layout() -> Tensors:
+    """The names and shapes of a whole SDXL UNet, on the meta device: it has no tiny form."""
+    import comfy.ops
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    unet = UNetModel(
+        image_size=32,
+        in_channels=4,
+        out_channels=4,
+        model_channels=320,
+        num_res_blocks=[2, 2, 2],
+        channel_mult=(1, 2, 4),
+        transformer_depth=[0, 0, 2, 2, 10, 10],
+        transformer_depth_middle=10,
+        transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10],
+        context_dim=2048,
+        adm_in_channels=2816,
+        num_classes="sequential",
+        use_spatial_transformer=True,
+        use_linear_in_transformer=True,
+        num_head_channels=64,
+        num_heads=-1,
+        dtype=torch.bfloat16,
+        device="meta",
+        operations=comfy.ops.disable_weight_init,
+    )
+    return unet.state_dict()
+
+
+def sd15(seed: int = 4) -> Tensors:
+    """Stable Diffusion 1.5: 768 wide contexts, 1 x 1 convolutions around its attention."""
+    return _unet(seed, 768, False, {"num_heads": 8})
+
+
+def sd2(seed: int = 5) -> Tensors:
+    """Stable Diffusion 2: 1024 wide contexts, linears around its attention."""
+    return _unet(seed, 1024, True, {"num_head_channels": 64, "num_heads": -1})
+
+
+def sd3(seed: int = 6) -> Tensors:
+    """Stable Diffusion 3: joint blocks, 4 x 64 wide."""
+    from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+
+    return _built(
+        MMDiT,
+        seed,
+        input_size=None,
+        in_channels=16,
+        out_channels=16,
+        depth=4,
+        adm_in_channels=2048,
+        pos_embed_max_size=16,
+        num_patches=256,
+        context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 1024, "out_features": 256}},
+        context_size=1024,
+    )
+
+
+def wan(seed: int = 7) -> Tensors:
+    """Wan 2.1, text to video: one block."""
+    from comfy.ldm.wan.model import WanModel
+
+    return _built(WanModel, seed, dim=256, ffn_dim=512, num_heads=2, num_layers=1, text_dim=4096)
+
+
+def flux_controlnet(seed: int = 8) -> Tensors:
+    """An XLabs ControlNet for Flux: one double block and its output projection."""
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    tensors = _built(
+        ControlNetFlux,
+        seed,
+        in_channels=16,
+        out_channels=16,
+        vec_in_dim=64,
+        context_in_dim=1024,
+        hidden_size=256,
+        mlp_ratio=4.0,
+        num_heads=2,
+        depth=1,
+        depth_single_blocks=0,
+        axes_dim=[16, 56, 56],
+        theta=10000,
+        patch_size=2,
+        qkv_bias=True,
+        guidance_embed=False,
+        txt_ids_dims=[],
+    )
+    return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in tensors.items()}
+
+
+def uni3c(seed: int = 9) -> Tensors:
+    """A Uni3C control model for Wan, which ComfyUI keeps among its model patches; one block."""
+    from comfy.ldm.wan.uni3c import WanUni3CControlnet
+
+    return _built(
+        WanUni3CControlnet,
+        seed,
+        in_channels=36,
+        conv_out_dim=256,
+        dim=256,
+        ffn_dim=512,
+        num_layers=1,
+        time_embed_dim=256,
+        out_proj_dim=256,
+        add_channels=7,
+        mid_channels=64,
+    )
+
+
+# Text encoders. ComfyUI reads their sizes from configurations of its own; the options make it build tiny ones.
+
+CLIP_L_OPTIONS: dict[str, Any] = {
+    "model_config": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "projection_dim": 256,
+    }
+}
+T5_OPTIONS: dict[str, Any] = {
+    "t5base_model_config": {"d_model": 256, "d_ff": 512, "d_kv": 64, "num_heads": 4, "num_layers": 2}
+}
+
+
+def clip_l(seed: int = 10) -> Tensors:
+    """CLIP-L's text model with two layers, 256 wide, and the full vocabulary."""
+    from comfy.clip_model import CLIPTextModel
+
+    config = {"max_position_embeddings": 77, "vocab_size": 49408, "hidden_act": "quick_gelu", "eos_token_id": 49407}
+    return _encoder(CLIPTextModel, {**config, **CLIP_L_OPTIONS["model_config"]}, seed)
+
+
+def t5_base(seed: int = 11) -> Tensors:
+    """T5's encoder with two layers, 256 wide, and the full vocabulary."""
+    from comfy.text_encoders.t5 import T5
+
+    config = {"dense_act_fn": "relu", "is_gated_act": False, "model_type": "t5", "vocab_size": 32128}
+    return _encoder(T5, {**config, **T5_OPTIONS["t5base_model_config"]}, seed)
+
+
+def _encoder(model_class: Any, config: dict[str, Any], seed: int) -> Tensors:
+    import comfy.ops
+
+    return randomised(model_class(config, torch.bfloat16, "cpu", comfy.ops.disable_weight_init), seed)
+
+
+def linears(tensors: Tensors, multiple: int = 1, smallest: int = 64) -> list[str]:
+    """The names of all matrices that a quantiser for groups of `multiple` input columns can pack, sorted."""
+    return sorted(
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight")
+        and tensor.dim() == 2
+        and min(tensor.shape) >= smallest
+        and tensor.shape[1] % multiple == 0
+        and "embed" not in name
+        and "shared" not in name
+    )
