@@ -454,20 +454,27 @@ class _Kind:
         self.stored = layer.need("weight").shape
         scale = layer.parts.get("weight_scale")
         self.scale_dtype = scale.dtype if scale is not None else ""
-        self.by = declaration.by
         self.used = layer.used
         self.reads = [(read.tensor.name.rpartition(".")[2], read[2:]) for read in layer.reads]
-        self.notes = tuple(layer.notes)
-        self.shape = understood.shape
-        self.annotations = _annotations(declaration.conf, understood.annotations)
         self.suffixes = [(canonical, name.rpartition(".")[2]) for canonical, name in understood.tensors.items()]
-        self.bytes = sum(layer.parts[suffix].nbytes for _, suffix in self.suffixes)
+        self.example = LayerSpec(
+            name=declaration.prefix,
+            format=self.format,
+            shape=understood.shape,
+            bytes=sum(layer.parts[suffix].nbytes for _, suffix in self.suffixes),
+            declared_by=declaration.by,
+            annotations=_annotations(declaration.conf, understood.annotations),
+            notes=tuple(layer.notes),
+            tensors=understood.tensors,
+        )
 
     def spec(self, name: str, parts: Mapping[str, TensorInfo]) -> LayerSpec:
         """The layer of this name; its tensors have the kind's dtypes and shapes."""
         tensors = {canonical: parts[suffix].name for canonical, suffix in self.suffixes}
-        notes = (*self.notes, "embedding table") if name.endswith(_EMBEDDINGS) else self.notes
-        return LayerSpec(name, self.format, self.shape, self.bytes, self.by, self.annotations.copy(), notes, tensors)
+        notes = self.example.notes
+        if name.endswith(_EMBEDDINGS):
+            notes = (*notes, "embedding table")
+        return self.example.alike(name, tensors, notes)
 
 
 def _annotations(declaration: Mapping[str, Any], derived: dict[str, Any]) -> dict[str, Any]:

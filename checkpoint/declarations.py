@@ -172,12 +172,15 @@ def _metadata(text: str, where: str, out: Declarations, findings: Findings, comp
     out.metadata_broken = False
     if duplicates.first is not None:
         findings.add("extra.meta.duplicate_key", found=show(duplicates.first))
+    shared: dict[str, dict[str, Any]] = {}  # equal entries become one object, as equal markers are: judged once
     for prefix, entry in layers.items():
         if not isinstance(entry, dict):
             findings.add("meta.entry_not_object", layer=prefix, found=show(entry), expected="an object")
             out.broken.add(prefix)
             continue
         out.from_metadata.append(prefix)
+        if not any(isinstance(value, (dict, list)) for value in entry.values()):
+            entry = shared.setdefault(repr(entry), entry)
         _merge(Declaration(prefix, entry, "metadata", where), out, findings, compatible)
 
 

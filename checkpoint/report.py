@@ -36,6 +36,19 @@ class LayerSpec:
     notes: tuple[str, ...] = ()
     tensors: Mapping[str, str] = field(default_factory=dict)
 
+    def alike(self, name: str, tensors: Mapping[str, str], notes: tuple[str, ...]) -> LayerSpec:
+        """Another layer of the same kind. A check makes thousands: setting frozen fields one by one would cost as much
+        as parsing the header.
+        """
+        twin = object.__new__(LayerSpec)
+        fields = twin.__dict__
+        fields.update(self.__dict__)
+        fields["name"] = name
+        fields["tensors"] = tensors
+        fields["notes"] = notes
+        fields["annotations"] = dict(self.annotations)
+        return twin
+
     @property
     def N(self) -> int:  # noqa: N802 - the field's own name
         """Output features."""
