@@ -27,7 +27,7 @@ export async function openAllFiles(rules) {
 }
 
 async function checkAll(rules, signal, { progress, status, list }) {
-  const { body } = await fetchFiles(signal);
+  const { body } = await fetchFiles({ signal });
   const targets = body.folders.flatMap(({ folder, files }) => files.map((file) => ({ folder, file, rules })));
   const counts = { ok: 0, refused: 0, unquantized: 0, failed: 0 };
   let done = 0;
@@ -45,7 +45,7 @@ async function checkAll(rules, signal, { progress, status, list }) {
   const worker = async () => {
     for (const [index, target] of next) {
       try {
-        const { body: check } = await fetchCheck(target, signal);
+        const { body: check } = await fetchCheck(target, { signal });
         counts[check.verdict] += 1;
         fillRow(rows[index], check);
       } catch (error) {

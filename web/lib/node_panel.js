@@ -108,27 +108,28 @@ export class NodePanel {
     const { signal } = view.abort;
     try {
       const answers = [
-        fetchCheck(view.subject, signal).then(({ body, tag }) => {
-          if (tag === view.checkTag) return;
-          Object.assign(view, { check: body, checkTag: tag, error: null });
+        fetchCheck(view.subject, { signal, known: view.checkTag }).then((answer) => {
+          if (!answer) return;
+          Object.assign(view, { check: answer.body, checkTag: answer.tag, error: null });
           this.#endRefusal();
           this.draw();
         }),
-        fetchPlan(view.subject, signal).then(({ body, tag }) => {
-          if (tag === view.planTag) return;
-          Object.assign(view, { plan: body, planTag: tag });
+        fetchPlan(view.subject, { signal, known: view.planTag }).then((answer) => {
+          if (!answer) return;
+          Object.assign(view, { plan: answer.body, planTag: answer.tag });
           this.drawSoon();
         }),
       ];
       const [check, plan] = await Promise.allSettled(answers);
-      if (plan.status === "rejected") view.plan = null;
+      if (plan.status === "rejected" && !plan.reason.passing) Object.assign(view, { plan: null, planTag: null });
       if (check.status === "rejected") throw check.reason;
       if (view.error) {
         view.error = null;
         this.draw();
       }
     } catch (error) {
-      if (signal.aborted) return;
+      // What is known stays while the server restarts or is busy; the next look asks again.
+      if (signal.aborted || (view.check && error.passing)) return;
       if (view.error !== error.message) {
         Object.assign(view, { error: error.message, check: null, checkTag: null });
         this.draw();

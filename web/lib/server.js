@@ -8,21 +8,39 @@ export class ServerError extends Error {
     super(sentence);
     this.status = status;
   }
+
+  /** Whether asking again may help: no answer at all, or a server that is busy. */
+  get passing() {
+    return this.status === 0 || this.status === 503;
+  }
 }
 
-async function ask(route, parameters, signal) {
-  const answer = await api.fetchApi(`/quant-loader/${route}?${new URLSearchParams(parameters)}`, { signal });
+/** { body, tag } of an answer, or null where it still has the tag `known`. */
+async function ask(route, parameters, { signal, known } = {}) {
+  let answer;
+  try {
+    answer = await api.fetchApi(`/quant-loader/${route}?${new URLSearchParams(parameters)}`, { signal });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new ServerError(0, "The ComfyUI server does not answer.");
+  }
+  const tag = answer.headers.get("ETag") ?? "";
+  if (answer.ok && tag && tag === known) {
+    await answer.body?.cancel();
+    return null;
+  }
   let body;
   try {
     body = await answer.json();
-  } catch {
+  } catch (error) {
+    if (signal?.aborted) throw error;
     throw new ServerError(answer.status, `The server answered ${answer.status} without a reason.`);
   }
   if (!answer.ok) throw new ServerError(answer.status, body.error ?? `The server answered ${answer.status}.`);
-  return { body, tag: answer.headers.get("ETag") ?? "" };
+  return { body, tag };
 }
 
-export const fetchCheck = ({ folder, file, rules }, signal) => ask("check", { folder, file, rules }, signal);
-export const fetchPlan = ({ folder, file, rules, execution }, signal) =>
-  ask("plan", { folder, file, rules, execution }, signal);
-export const fetchFiles = (signal) => ask("files", {}, signal);
+export const fetchCheck = ({ folder, file, rules }, options) => ask("check", { folder, file, rules }, options);
+export const fetchPlan = ({ folder, file, rules, execution }, options) =>
+  ask("plan", { folder, file, rules, execution }, options);
+export const fetchFiles = (options) => ask("files", {}, options);
