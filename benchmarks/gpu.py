@@ -208,9 +208,13 @@ def stock_linear(name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype
 
 
 def linears(
-    device: torch.device, facts: kernels.DeviceFacts, tokens: list[int], shapes: list[tuple[int, int]], wrong: set[tuple[str, str, str]],
+    device: torch.device,
+    facts: kernels.DeviceFacts,
+    tokens: list[int],
+    shapes: list[tuple[int, int]],
+    wrong: set[tuple[str, str, str]],
     deadline: float,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Times of every correct route; ``wrong``: (format, execution, backend) to leave out."""
     clock, rows = Clock(device), []
     peak = next((peaks for part, peaks in PEAKS.items() if part in facts.name), None)
@@ -326,18 +330,16 @@ def print_tables(results: dict[str, Any]) -> None:
         print(
             "  ", {key: row[key] for key in ("format", "execution", "backend", "dtype", "error")}, row.get("raised", "")
         )
-    print(
-        "\n| format | execution | backend | M | N | K | ms | x bf16 | x stock | of roofline |\n|---|---|---|---|---|---|---|---|---|---|"
-    )
+    print("\n| format | execution | backend | M | N | K | ms | x bf16 | x stock | of roofline |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in results.get("linears", []):
         if "ms" not in row:
             continue
         share = f"{row['roofline_ms'] / row['ms']:.2f}" if row.get("roofline_ms") else ""
         ratios = [f"{row[key]:.2f}" if row.get(key) else "" for key in ("over_bf16", "over_stock")]
         place = f"{row['M']} | {row['N']} | {row['K']}"
-        print(
-            f"| {row['format']} | {row['execution']} | {row['backend']} | {place} | {row['ms']:.3f} | {' | '.join(ratios)} | {share} |"
-        )
+        way = f"{row['format']} | {row['execution']} | {row['backend']}"
+        print(f"| {way} | {place} | {row['ms']:.3f} | {' | '.join(ratios)} | {share} |")
     for section in ("bandwidth", "sweep"):
         print(f"\n{section}")
         for row in results.get(section, []):
