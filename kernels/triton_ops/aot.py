@@ -209,36 +209,34 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
     return subprocess.run([str(tool), flag, str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
-def read_sass(usage: str, sass: str) -> tuple[int, int, dict[str, int]]:
-    """(registers a thread, local memory instructions, matrix instructions) of cuobjdump's --dump-resource-usage and
-    --dump-sass."""
-    registers = re.search(r"\bREG:(\d+)", usage)
+def read_usage(usage: str) -> tuple[int, int]:
+    """(registers a thread, bytes of local memory a thread) of cuobjdump's --dump-resource-usage."""
+    found = re.search(r"\bREG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise ValueError("cuobjdump printed no register count")
+    return int(found[1]), int(found[2])
+
+
+def read_sass(sass: str) -> dict[str, int]:
+    """The matrix instructions of cuobjdump's --dump-sass, counted."""
     opcodes = Counter(SASS_OPCODE.findall(sass))
-    if registers is None or not opcodes:
-        raise ValueError("cuobjdump printed no register count or no instructions")
-    return (
-        int(registers[1]),
-        opcodes["LDL"] + opcodes["STL"],
-        {name: opcodes[name] for name in SASS_MATRIX if opcodes[name]},
-    )
+    if not opcodes:
+        raise ValueError("cuobjdump printed no instructions")
+    return {name: opcodes[name] for name in SASS_MATRIX if opcodes[name]}
 
 
 def read_amdgcn(text: str) -> tuple[int, int, dict[str, int]]:
-    """The same of AMD assembly, from its metadata and its instructions."""
-    found = {
-        name: re.search(rf"\.{name}:\s*(\d+)", text)
-        for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
-    }
+    """(vector registers, bytes of local memory a thread, matrix instructions) of AMD assembly."""
+    found = {name: re.search(rf"\.{name}:\s*(\d+)", text) for name in ("vgpr_count", "private_segment_fixed_size")}
     numbers = {name: int(match[1]) for name, match in found.items() if match is not None}
     if len(numbers) < len(found):
         raise ValueError("the assembly has no register metadata")
-    spills = numbers["vgpr_spill_count"] or numbers["private_segment_fixed_size"]
-    return numbers["vgpr_count"], spills, dict(Counter(AMD_MATRIX.findall(text)))
+    return numbers["vgpr_count"], numbers["private_segment_fixed_size"], dict(Counter(AMD_MATRIX.findall(text)))
 
 
 def judge(build: Build, spills: int, matrix: Mapping[str, int]) -> tuple[str, ...]:
     """What is wrong with a build, in words."""
-    problems = [f"{spills} spill instructions"] if spills else []
+    problems = [f"spills {spills} bytes a thread"] if spills else []
     problems += [f"no {wanted} instruction" for wanted in build.matrix if not any(wanted in name for name in matrix)]
     return tuple(problems)
 
@@ -257,9 +255,9 @@ def inspect(arch: str, index: int) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(compiled.asm["cubin"])
-            registers, spills, matrix = read_sass(
-                _cuobjdump("--dump-resource-usage", cubin), _cuobjdump("--dump-sass", cubin)
-            )
+            registers, spills = read_usage(_cuobjdump("--dump-resource-usage", cubin))
+            # Disassembling is the slow part, and only a product has matrix instructions to look for.
+            matrix = read_sass(_cuobjdump("--dump-sass", cubin)) if build.matrix else {}
     return Result(arch, build.name, registers, spills, compiled.metadata.shared, matrix, judge(build, spills, matrix))
 
 
@@ -283,7 +281,7 @@ def inspect_all(architectures: Sequence[str], jobs: int) -> list[Result]:
 def format_table(results: Sequence[Result]) -> str:
     """A Markdown table, one line a build."""
     lines = [
-        "| arch | kernel | registers | spills | matrix instructions | shared KB | |",
+        "| arch | kernel | registers | spilled bytes | matrix instructions | shared KB | |",
         "|---|---|---:|---:|---|---:|---|",
     ]
     for r in results:

@@ -26,7 +26,6 @@ AMDGCN = """
     v_wmma_i32_16x16x16_iu8 v[0:7], v[8:11], v[12:15], v[0:7]
     .private_segment_fixed_size: 16
     .vgpr_count:     151
-    .vgpr_spill_count: 3
 """
 
 
@@ -55,16 +54,19 @@ def test_production_configurations(arch, results):
 
 
 def test_sass_is_read():
-    assert aot.read_sass("Function k:\n REG:216 STACK:16 SHARED:0", SASS) == (216, 2, {"IMMA": 2})
+    assert aot.read_usage("Function k:\n REG:216 STACK:16 SHARED:0") == (216, 16)
+    assert aot.read_sass(SASS) == {"IMMA": 2}
 
 
 def test_amd_assembly_is_read():
-    assert aot.read_amdgcn(AMDGCN) == (151, 3, {"v_wmma_i32_16x16x16_iu8": 1})
+    assert aot.read_amdgcn(AMDGCN) == (151, 16, {"v_wmma_i32_16x16x16_iu8": 1})
 
 
 def test_unreadable_output_is_an_error():
     with pytest.raises(ValueError, match="cuobjdump"):
-        aot.read_sass("", SASS)
+        aot.read_usage("")
+    with pytest.raises(ValueError, match="cuobjdump"):
+        aot.read_sass("fatbin without code")
     with pytest.raises(ValueError, match="no register metadata"):
         aot.read_amdgcn("s_endpgm")
 
@@ -74,7 +76,7 @@ def test_spills_and_missing_matrix_instructions_are_problems():
     assert build.matrix == ("IGMMA", "HGMMA")
     assert aot.judge(build, 0, {"IGMMA": 8, "HGMMA": 2}) == ()
     assert aot.judge(build, 430, {"IMMA": 64, "HMMA": 2}) == (
-        "430 spill instructions",
+        "spills 430 bytes a thread",
         "no IGMMA instruction",
         "no HGMMA instruction",
     )
