@@ -8,6 +8,7 @@ into one small file and the header's entries point there; weights keep sizes onl
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def spooled(name: str) -> Iterator[Spool]:
     """A spool whose file is called ``name`` (messages show it), gone at the end."""
     with tempfile.TemporaryDirectory(prefix="quant-loader-") as folder:
         safe = os.path.basename(name.replace("\\", "/")).replace("\0", "") or "checkpoint.safetensors"
+        if os.name == "nt":  # a file made elsewhere, or an address, may have a name that Windows cannot give
+            safe = re.sub(r'[<>:"|?*\x00-\x1f]', "_", safe)
         spool = Spool(os.path.join(folder, safe.encode("utf-8")[-200:].decode("utf-8", "ignore")))
         try:
             yield spool

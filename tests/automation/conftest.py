@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+ODD = "'" if os.name == "nt" else "\n"
+"""A character that a file name may hold and that a line of output must not."""
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 
 
@@ -133,6 +136,7 @@ class Kit(NamedTuple):
     """Everything above, for tests (the import mode of the suite has no shared modules)."""
 
     folder: Path
+    odd: str
     T: type[T]
     convrot: dict
     noise: Callable[..., T]
@@ -152,7 +156,7 @@ class Kit(NamedTuple):
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
-    return Kit(tmp_path, T, CONVROT, noise, scale, marker, int8, nvfp4, fp8, metadata, read)
+    return Kit(tmp_path, ODD, T, CONVROT, noise, scale, marker, int8, nvfp4, fp8, metadata, read)
 
 
 class Ran(NamedTuple):

@@ -14,7 +14,7 @@ LAYER = "blocks.0.attn.qkv_proj"
 @pytest.fixture
 def models(kit):
     kit.file("models/diffusion_models/a.safetensors", kit.int8(LAYER))
-    kit.file("models/diffusion_models/b\nb.safetensors", kit.int8(LAYER, b""))
+    kit.file(f"models/diffusion_models/b{kit.odd}b.safetensors", kit.int8(LAYER, b""))
     kit.file("models/loras/c.sft", {"x.weight": kit.noise("BF16", 2, 2)})
     (kit.folder / "models/vae").mkdir()
     (kit.folder / "models/vae/v.pt").write_bytes(b"PK")

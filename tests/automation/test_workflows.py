@@ -300,8 +300,8 @@ BOMB = zlib.compress(bytes(65 << 20))
     ],
     ids=range(13),
 )
-def test_files_that_are_no_workflow(tmp_path, data, words):
-    path = tmp_path / "in\nvited.json"
+def test_files_that_are_no_workflow(kit, data, words):
+    path = kit.folder / f"in{kit.odd}vited.json"
     path.write_bytes(data)
     with pytest.raises(RequestError, match=words) as error:
         read_workflow(path)
