@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -92,12 +93,11 @@ def here() -> list[tuple[str, DeviceFacts]]:
 def load_kernels() -> Any:
     """The kernels room, which needs PyTorch. Raises RequestError."""
     try:
-        from .. import kernels
+        return importlib.import_module("..kernels", __package__)
     except (ImportError, OSError) as error:
         raise RequestError(
             f"This needs PyTorch, which cannot be loaded here ({type(error).__name__}): {clean(str(error))}."
         ) from error
-    return kernels
 
 
 def outlook(layers: Iterable[LayerSpec], facts: DeviceFacts, execution: Mode = "auto") -> list[PlannedGroup]:
