@@ -26,7 +26,7 @@ NODES: list[type[io.ComfyNode]] = [
 ]
 
 
-class QuantLoaderExtension(ComfyExtension):
+class QuantLoaderExtension(ComfyExtension):  # type: ignore[misc]
     """What ComfyUI asks for the pack's nodes."""
 
     async def on_load(self) -> None:

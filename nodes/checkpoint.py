@@ -11,7 +11,7 @@ from . import common, files
 FOLDER = "checkpoints"
 
 
-class QuantLoaderCheckpoint(io.ComfyNode):
+class QuantLoaderCheckpoint(io.ComfyNode):  # type: ignore[misc]
     """Loads a full checkpoint whose model, text encoder or VAE is quantised."""
 
     @classmethod

@@ -11,7 +11,7 @@ from . import common, files
 FOLDER = "controlnet"
 
 
-class QuantLoaderControlNet(io.ComfyNode):
+class QuantLoaderControlNet(io.ComfyNode):  # type: ignore[misc]
     """Loads a quantised ControlNet; ComfyUI's own loader reads its codes as values."""
 
     @classmethod

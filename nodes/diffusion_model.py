@@ -11,7 +11,7 @@ from . import common, files
 FOLDER = "diffusion_models"
 
 
-class QuantLoaderDiffusionModel(io.ComfyNode):
+class QuantLoaderDiffusionModel(io.ComfyNode):  # type: ignore[misc]
     """Loads a quantised (or plain) diffusion model; refuses a broken one when the prompt is queued."""
 
     @classmethod

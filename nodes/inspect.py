@@ -18,7 +18,7 @@ def listed() -> list[str]:
     return list(dict.fromkeys(name for folder in FOLDERS for name in files.names(folder)))
 
 
-class QuantLoaderInspect(io.ComfyNode):
+class QuantLoaderInspect(io.ComfyNode):  # type: ignore[misc]
     """Shows what a file is; a refused file is an answer here, not an error."""
 
     @classmethod

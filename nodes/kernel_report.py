@@ -10,7 +10,6 @@ from comfy_api.latest import io
 
 from . import common
 
-
 QUIET_POLLS = 4
 POLL_SECONDS = 0.05
 
@@ -18,8 +17,8 @@ POLL_SECONDS = 0.05
 async def rest_of_the_prompt(prompt: dict[str, Any], node_id: str | None) -> None:
     """Return when nothing else of the running prompt can go on without this node.
 
-    Nothing but the model connects this node with the sampler, so ComfyUI may start it first. While it waits, ComfyUI runs
-    the other nodes; the prompt is quiet when no other node is running and none has finished for a few polls.
+    Nothing but the model connects this node with the sampler, so ComfyUI may start it first. While it waits, ComfyUI
+    runs the other nodes; the prompt is quiet when no other node is running and none has finished for a few polls.
     """
     from comfy_execution.progress import NodeState, get_progress_state
 
@@ -33,7 +32,7 @@ async def rest_of_the_prompt(prompt: dict[str, Any], node_id: str | None) -> Non
         quiet, before = (quiet + 1 if still else 0), states
 
 
-class QuantLoaderKernelReport(io.ComfyNode):
+class QuantLoaderKernelReport(io.ComfyNode):  # type: ignore[misc]
     """Reads the counters of a model's layers; placed after a sampler, it says what that run used."""
 
     @classmethod
@@ -57,7 +56,7 @@ class QuantLoaderKernelReport(io.ComfyNode):
         return float("nan")
 
     @classmethod
-    async def execute(cls, model: Any) -> io.NodeOutput:  # type: ignore[override]
+    async def execute(cls, model: Any) -> io.NodeOutput:
         from ..patching.kernel_report import report
 
         await rest_of_the_prompt(cls.hidden.prompt or {}, cls.hidden.unique_id)

@@ -11,7 +11,7 @@ from . import common, files
 FOLDER = "model_patches"
 
 
-class QuantLoaderModelPatch(io.ComfyNode):
+class QuantLoaderModelPatch(io.ComfyNode):  # type: ignore[misc]
     """Loads a quantised model patch (the ControlNets and adapters in models/model_patches)."""
 
     @classmethod

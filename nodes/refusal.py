@@ -31,7 +31,7 @@ def refusal(folder: str, name: str, rules: str) -> Refusal | None:
     path = files.resolve(folder, name)
     if path is None:
         return Refusal(files.not_found(folder, name))
-    report: Report = check([path], rules=rules)
+    report: Report = check([path], rules="compatible" if rules == "compatible" else "strict")
     if report.verdict != "refused":
         return None
     first = next((f.layer for f in report.errors if f.layer), None)

@@ -13,7 +13,7 @@ from . import common
 LORAS = ["leave out", "merge"]
 
 
-class QuantLoaderSave(io.ComfyNode):
+class QuantLoaderSave(io.ComfyNode):  # type: ignore[misc]
     """Writes a diffusion model as it was loaded, with its LoRAs left out or merged."""
 
     @classmethod

@@ -12,11 +12,14 @@ FOLDER = "text_encoders"
 NAMES = ("clip_name1", "clip_name2", "clip_name3", "clip_name4")
 
 # The types of ComfyUI 0.30's CLIP loaders, for the case that they cannot be asked.
-TYPES = (
-    "stable_diffusion stable_cascade sd3 stable_audio mochi ltxv pixart cosmos lumina2 wan hidream chroma ace omnigen2 "
-    "qwen_image hunyuan_image flux2 ovis longcat_image cogvideox lens pixeldit ideogram4 boogu krea2 joyimage mage "
-    "minimax sdxl flux hunyuan_video hunyuan_video_15 kandinsky5 kandinsky5_image newbie"
-).split()
+# fmt: off
+TYPES = [
+    "stable_diffusion", "stable_cascade", "sd3", "stable_audio", "mochi", "ltxv", "pixart", "cosmos", "lumina2",
+    "wan", "hidream", "chroma", "ace", "omnigen2", "qwen_image", "hunyuan_image", "flux2", "ovis", "longcat_image",
+    "cogvideox", "lens", "pixeldit", "ideogram4", "boogu", "krea2", "joyimage", "mage", "minimax", "sdxl", "flux",
+    "hunyuan_video", "hunyuan_video_15", "kandinsky5", "kandinsky5_image", "newbie",
+]
+# fmt: on
 
 
 def types() -> list[str]:
@@ -31,7 +34,7 @@ def types() -> list[str]:
     return list(dict.fromkeys(str(name) for name in listed))
 
 
-class QuantLoaderTextEncoder(io.ComfyNode):
+class QuantLoaderTextEncoder(io.ComfyNode):  # type: ignore[misc]
     """Loads text encoders whose quantised linears run quantised; ComfyUI's own loaders dequantise them."""
 
     @classmethod

@@ -72,9 +72,10 @@ def _group(key: tuple[Any, ...], count: int) -> Group:
 
 
 def compiled_calls(patcher: Any) -> int:
-    """Linears of the whole process that no layer of this model counted: those inside compiled graphs, and other models."""
+    """Linears of this process that no layer of this model counted: inside compiled graphs, and of other models."""
     total = sum(count for (operator, _), count in kernels.calls().items() if "_linear" in operator)
-    return max(0, total - sum(group["calls"] for group in ran(patcher) if group["operator"] not in _DENSE))
+    counted: int = sum(group["calls"] for group in ran(patcher) if group["operator"] not in _DENSE)
+    return max(0, total - counted)
 
 
 def line(group: Group) -> str:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint import LayerSpec, Report, check, verdict_text
 from . import host
 from .errors import CheckpointRefused, QuantLoaderError
+
+if TYPE_CHECKING:
+    from ..kernels import Mode
 
 EXECUTIONS = ("auto", "native", "int8", "exact")
 
@@ -86,7 +89,8 @@ def _open(
     from .state_dict import fold, read, without_quantisation
 
     progress = Progress(2 * sum(len(report.layers) for report in reports))
-    source = _Source(reports, [], {}, LoadContext(execution, progress))
+    mode = cast("Mode", execution if execution in EXECUTIONS else "auto")
+    source = _Source(reports, [], {}, LoadContext(mode, progress))
     for report in reports:
         sd, metadata = read(list(report.files))
         source.metadata.update(without_quantisation(metadata) if report.layers else metadata)

@@ -58,6 +58,7 @@ def build(path: str, sd: dict[str, Any], metadata: dict[str, str], options: dict
     except UnboundLocalError as error:
         # None of the node's branches took the file.
         raise QuantLoaderError(
-            f"{name} holds no model patch that ComfyUI knows. Is it in the right folder, and is this ComfyUI new enough?"
+            f"{name} holds no model patch that ComfyUI knows. Is it in the right folder, and is this ComfyUI new "
+            "enough for it?"
         ) from error
     return patcher

@@ -17,6 +17,7 @@ import torch
 
 from .. import kernels
 from ..checkpoint import LayerSpec
+from ..kernels import Mode
 from . import guard
 from .packed import LAYOUT, as_stored, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
@@ -40,7 +41,7 @@ class LoadContext:
     ComfyUI took apart while loading (a transposed, split or concatenated weight), which dequantises them.
     """
 
-    execution: str = "auto"
+    execution: Mode = "auto"
     progress: Progress | None = None
     consumed: set[str] = field(default_factory=set)
     rearranged: set[str] = field(default_factory=set)
@@ -185,8 +186,8 @@ def operations(context: LoadContext) -> Any:
                 self.weight = None
                 self.bias = None
                 self.has_bias = bias
-                self.weight_function = []
-                self.bias_function = []
+                self.weight_function: list[Any] = []
+                self.bias_function: list[Any] = []
                 self._init_packable(context, dtype)
 
             def _load_from_state_dict(
@@ -202,7 +203,9 @@ def operations(context: LoadContext) -> Any:
                 shape = (self.out_features, self.in_features)
                 weight = state_dict.get(f"{prefix}weight")
                 if weight is None:
+                    # As ComfyUI's own: some families lack a projection that nothing reads.
                     missing_keys.append(f"{prefix}weight")
+                    self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=self.module_dtype), requires_grad=False)
                 elif is_packed(weight):
                     self._take(weight, shape)
                 elif tuple(weight.shape) != shape:
@@ -221,10 +224,13 @@ def operations(context: LoadContext) -> Any:
                     unexpected_keys.append(f"{prefix}bias")
                 elif self.has_bias:
                     missing_keys.append(f"{prefix}bias")
+                    zeros = torch.zeros(self.out_features, dtype=self.module_dtype)
+                    self.bias = torch.nn.Parameter(zeros, requires_grad=False)
 
             def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 if self.spec is None:
-                    return super().forward(input, *args, **kwargs)
+                    dense: torch.Tensor = super().forward(input, *args, **kwargs)
+                    return dense
                 comfy.ops.run_every_op()
                 weight, bias, stream = comfy.ops.cast_bias_weight(
                     self,
@@ -274,7 +280,8 @@ def operations(context: LoadContext) -> Any:
 
             def forward(self, input: torch.Tensor, *args: Any, out_dtype: Any = None, **kwargs: Any) -> torch.Tensor:
                 if self.spec is None:
-                    return super().forward(input, *args, out_dtype=out_dtype, **kwargs)
+                    dense: torch.Tensor = super().forward(input, *args, out_dtype=out_dtype, **kwargs)
+                    return dense
                 comfy.ops.run_every_op()
                 weight, bias, stream = comfy.ops.cast_bias_weight(
                     self, dtype=self.weight.dtype, device=input.device, bias_dtype=self.weight.dtype, offloadable=True
@@ -288,7 +295,7 @@ def operations(context: LoadContext) -> Any:
                 self._count(LOOKUP)
                 if side is not None and (side.exact or side.fused):
                     return torch.nn.functional.embedding(ids, side.patch(self._dense(weight)))
-                if is_packed(weight):
+                if is_packed(weight) and self.spec is not None:
                     rows = kernels.embedding(ids, self.spec, plain_tensors(weight))[..., : self.embedding_dim]
                 else:
                     rows = torch.nn.functional.embedding(ids, weight)
@@ -304,10 +311,10 @@ def operations(context: LoadContext) -> Any:
 def _dequantising(base: type, context: LoadContext) -> type:
     """``base`` that turns a packed weight into a dense one while loading."""
 
-    class Dequantising(base):  # type: ignore[misc,valid-type]
+    class Dequantising(base):  # type: ignore[misc]
         def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             key = f"{prefix}weight"
-            weight = state_dict.get(key)
+            weight: Any = state_dict.get(key)
             if is_packed(weight):
                 name = weight._params.declaration.name
                 wanted = tuple(self.weight.shape)

@@ -101,10 +101,12 @@ class PackedParams:
         return {name: getattr(self, name) for name in self._tensor_fields()}
 
     def to_device(self, device: torch.device) -> PackedParams:
-        return dataclasses.replace(self, **{k: v.to(device=device) for k, v in self.companions().items()})
+        moved: dict[str, Any] = {k: v.to(device=device) for k, v in self.companions().items()}
+        return dataclasses.replace(self, **moved)
 
     def clone(self) -> PackedParams:
-        return dataclasses.replace(self, **{k: v.clone() for k, v in self.companions().items()})
+        copied: dict[str, Any] = {k: v.clone() for k, v in self.companions().items()}
+        return dataclasses.replace(self, **copied)
 
     def copy_from(self, src: PackedParams, non_blocking: bool = False) -> None:
         """Copy ``src``'s tensors into this object's memory (ComfyUI's offload buffers rely on it)."""

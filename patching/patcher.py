@@ -37,11 +37,11 @@ def packed_modules(model: torch.nn.Module) -> dict[str, Any]:
 
     Found once per model: a walk over all modules costs milliseconds, and torch.compile renames modules while it runs.
     """
-    found = model.__dict__.get("_quant_loader_packed")
+    found: dict[str, Any] | None = model.__dict__.get("_quant_loader_packed")
     if found is None:
         found = {f"{name}.weight": m for name, m in model.named_modules() if getattr(m, "spec", None) is not None}
         model.__dict__["_quant_loader_packed"] = found
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def context_of(model: torch.nn.Module) -> Any:
@@ -99,7 +99,8 @@ class _SidePatches:
 
     def _divided(self, patches: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         packed = packed_modules(self.model)
-        beside, into = {}, {}
+        beside: dict[Any, Any] = {}
+        into: dict[Any, Any] = {}
         for key, patch in patches.items():
             (beside if _weight_key(key) in packed else into)[key] = patch
         return beside, into
@@ -314,7 +315,8 @@ class _SidePatches:
         head = f"{count} patches on {len(sides)} quantised layers: {count - exact} beside the weight"
         if exact:
             head += f", {exact} on a dequantised copy"
-        into = sum(len(p) for p in self.patches.values())  # type: ignore[attr-defined]
+        plain: dict[str, list[Any]] = self.patches  # type: ignore[attr-defined]
+        into = sum(len(patches) for patches in plain.values())
         if into:
             head += f"; {into} more on plain weights, by ComfyUI"
         return [head, *(f"{key}: {side.describe()}" for key, side in sides.items())]

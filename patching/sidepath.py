@@ -159,7 +159,7 @@ class SidePath:
         original = None
         if any(_names(p, "model_as_lora") for p in self.active):
             original = {self.key: [(weight.clone(),)]}
-        return comfy.lora.calculate_weight(
+        return comfy.lora.calculate_weight(  # type: ignore[no-any-return]
             list(self.active), weight, self.key, intermediate_dtype=torch.float32, original_weights=original
         )
 
