@@ -160,16 +160,18 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
             yield Row(label, path, tokens, N, K, kernel, spent, bf16 / spent, fp32 / spent, stock_time / spent, error)
 
 
-def print_table(rows: list[Row]) -> None:
-    """The rows as Markdown."""
-    print("| format | path | M | N | K | ms | x bf16 | x fp32 | x stock | kernel |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for r in rows:
-        stock = "" if r.stock is None else f"{r.stock:.2f}"
-        print(
-            f"| {r.format} | {r.path} | {r.tokens} | {r.N} | {r.K} | {r.milliseconds:.1f} "
-            f"| {r.bf16:.2f} | {r.fp32:.2f} | {stock} | {r.kernel} |"
-        )
+HEADER = (
+    "| format | path | M | N | K | ms | x bf16 | x fp32 | x stock | kernel |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: Row) -> str:
+    """A row of the Markdown table."""
+    stock = "" if row.stock is None else f"{row.stock:.2f}"
+    return (
+        f"| {row.format} | {row.path} | {row.tokens} | {row.N} | {row.K} | {row.milliseconds:.1f} "
+        f"| {row.bf16:.2f} | {row.fp32:.2f} | {stock} | {row.kernel} |"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,9 +193,13 @@ def main(arguments: list[str] | None = None) -> int:
     machine = platform.processor() or platform.machine()
     print(f"{machine}, {torch.get_num_threads()} threads, {vnni}, torch {torch.__version__}\n")
     watch = Stopwatch(time.process_time if options.cpu_time else time.perf_counter, options.repeats)
+    print(HEADER)
+    rows = []
     with torch.inference_mode():
-        rows = [row for tokens in options.tokens for row in measure(tokens, N, K, watch)]
-    print_table(rows)
+        for tokens in options.tokens:
+            for row in measure(tokens, N, K, watch):
+                rows.append(row)
+                print(line(row), flush=True)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(

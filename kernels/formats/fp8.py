@@ -129,8 +129,8 @@ def _scaled_mm(x: Tensor, s: Tensor, w: Fp8Weight, bias: Tensor | None) -> Tenso
     y = torch._scaled_mm(
         quantize.fp8(flatten(x), s),
         w.codes.contiguous().t(),
-        scale_a=s.reshape(1, 1),
-        scale_b=torch.ones_like(s).reshape(1, 1) if rowwise else w.scale.reshape(1, 1),
+        scale_a=s,
+        scale_b=torch.ones_like(s) if rowwise else w.scale,
         bias=None if fused is None else fused.to(out_dtype),
         out_dtype=torch.float32 if rowwise else out_dtype,
         use_fast_accum=False,
