@@ -486,8 +486,8 @@ _ROWS: tuple[Rule, ...] = (
         "extra.fp8.scale_shape",
         "error",
         "FP8 scales of another shape",
-        "FP8 layer {layer} needs one scale for the whole weight, got {tensor} {found}.",
-        "Row-wise and block-wise FP8 is another tool's recipe: get a version with one scale per layer. A single "
+        "FP8 layer {layer} needs one scale for the whole weight or one per row (N, 1), got {tensor} {found}.",
+        "Block-wise FP8 is another tool's recipe: get a version with one scale per layer or per row. A single "
         "value in another shape is read by rules = compatible.",
     ),
     Rule(

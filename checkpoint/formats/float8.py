@@ -1,6 +1,6 @@
-"""``float8_e4m3fn`` and ``float8_e5m2``: 8-bit float codes (N, K) and one scale for the layer.
+"""``float8_e4m3fn`` and ``float8_e5m2``: 8-bit float codes (N, K) and one scale for the layer, or one a row (N, 1).
 
-W[n, k] = f8(weight[n, k]) * weight_scale          activations: static with input_scale, dynamic without
+W[n, k] = f8(weight[n, k]) * weight_scale[n]       activations: static with input_scale, dynamic without
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _check(layer: Layer, name: str) -> Understood | None:
             found=dims(weight.shape),
             look=look(weight.shape),
         )
-    _scale(layer, "weight_scale", scale)
+    rowwise = _scale(layer, "weight_scale", scale, rows=weight.shape[0] if len(weight.shape) == 2 else 0)
     given = layer.tensor("input_scale")
     if given is not None:
         _input_scale(layer, given)
@@ -50,28 +50,35 @@ def _check(layer: Layer, name: str) -> Understood | None:
         "activation_scheme": "dynamic" if given is None else "static",
         "full_precision_matrix_mult": full_precision,
     }
+    if rowwise:
+        annotations["is_rowwise"] = True
     n, k = weight.shape
     return Understood((n, k), annotations, tensors)
 
 
-def _scale(layer: Layer, suffix: str, scale: TensorInfo) -> None:
+def _scale(layer: Layer, suffix: str, scale: TensorInfo, rows: int) -> bool:
+    """Judge the weight's scale; whether it holds one value a row, which ``(N, 1)`` says beyond doubt."""
     if scale.dtype not in WIDE_FLOATS:
         layer.fault("extra.fp8.scale_dtype", tensor=scale.name, expected="F32", found=scale.dtype)
     elif scale.dtype != "F32":
         layer.remark("extra.fp8.scale_narrow", tensor=suffix, expected="F32", found=scale.dtype)
         layer.notes.append(f"{suffix} stored as {scale.dtype}")
     if scale.shape in ((), (1,)):
-        return
+        return False
+    if rows > 1 and scale.shape == (rows, 1):
+        layer.notes.append("one scale per row")
+        return True
     if layer.compatible and count(scale.shape) == 1:
         layer.dialect(f"{suffix} of shape {dims(scale.shape)} read as one value", "scale shape")
-        return
+        return False
     layer.fault(
         "extra.fp8.scale_shape",
         tensor=scale.name,
-        expected="() or (1,)",
+        expected=f"(), (1,) or ({rows}, 1)" if rows else "() or (1,)",
         found=dims(scale.shape),
         repairable=count(scale.shape) == 1,
     )
+    return False
 
 
 def _input_scale(layer: Layer, given: TensorInfo) -> None:

@@ -270,7 +270,7 @@ EXAMPLES = {
     ),
     "extra.fp8.scale_shape": (
         lambda t: (t.layers.fp8(weight_scale=("F32", [16])), FP8, {}),
-        lambda t: (t.layers.fp8(weight_scale=("F32", [1])), FP8, {}),
+        lambda t: (t.layers.fp8(weight_scale=("F32", [16, 1], t.number("F32", 0.01) * 16)), FP8, {}),
     ),
     "extra.fp8.scale_dtype": (
         lambda t: (t.layers.fp8(weight_scale=("I32", [])), FP8, {}),
