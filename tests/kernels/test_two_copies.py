@@ -43,7 +43,7 @@ def test_both_copies_work(tmp_path) -> None:
         [sys.executable, "-c", PROGRAM, str(root)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         cwd=tmp_path,
         check=False,
     )
