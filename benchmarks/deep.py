@@ -371,7 +371,7 @@ def table(rows: list[Row]) -> str:
         mine = [row for row in rows if row[0] == test]
         families = list(dict.fromkeys(row[3] for row in mine))
         unit = UNITS[test]
-        lines += [f"### {test[0].upper()}{test[1:]}: alarms in % of {mine[0][5]} {unit} per cell", ""]
+        lines += [f"### {test[0].upper()}{test[1:]}: alarms in % of {mine[0][5]} {unit} per class and family", ""]
         for wrong, title in ((False, "sound (false alarms)"), (True, "wrong (hits)")):
             lines += [f"| {title} | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
             for words in dict.fromkeys(row[1] for row in mine if row[2] is wrong):
