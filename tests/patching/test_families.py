@@ -1,4 +1,4 @@
-"""Other families of models than Flux, full checkpoints, text encoders, ControlNets, model patches: tiny ones, really run."""
+"""Other families than Flux, full checkpoints, text encoders, ControlNets, model patches: tiny ones, really run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_family_loads_and_computes_what_its_dense_model_does(family: str, quan
     assert all(group["calls"] for group in entry["groups"]), text
 
 
-def test_scaled_fp8_of_the_old_kind(tmp_path: Path, base_tensors: quantize.Tensors, load_base: Callable[[], Any]) -> None:
+def test_scaled_fp8_of_the_old_kind(
+    tmp_path: Path, base_tensors: quantize.Tensors, load_base: Callable[[], Any]
+) -> None:
     """Wan and UMT5 files with a scaled_fp8 tensor; two elements in it ask for full precision products."""
     from in_process import denoise
 
@@ -215,7 +217,8 @@ def test_guards_of_a_text_encoder_speak_after_an_encode(tmp_path: Path) -> None:
     clip, _ = loading.load_text_encoder([encoder_file(tmp_path, make, "int8_row")], kind, model_options=options)
     module = next(m for m in packed_modules(clip.patcher.model).values() if not m.is_table)
     params = dataclasses.replace(module.weight._params, weight_scale=module.weight._params.weight_scale * float("nan"))
-    module.weight = torch.nn.Parameter(type(module.weight)(module.weight._qdata, module.weight._layout_cls, params), False)
+    weight = module.weight
+    module.weight = torch.nn.Parameter(type(weight)(weight._qdata, weight._layout_cls, params), False)
     encode(clip)
     assert any(module.spec.name in sentence for sentence in module.context.warnings)
 
@@ -281,7 +284,11 @@ def test_a_controlnet_controls_as_its_dense_one(quantizer: str, tmp_path: Path) 
         comfy.model_management.load_models_gpu(net.get_models())
         with torch.no_grad():
             out = net.control_model(
-                inputs.x, hint=inputs.x[:, :3].repeat(1, 1, 8, 8), timesteps=inputs.sigma, context=inputs.context, y=inputs.vector
+                inputs.x,
+                hint=inputs.x[:, :3].repeat(1, 1, 8, 8),
+                timesteps=inputs.sigma,
+                context=inputs.context,
+                y=inputs.vector,
             )
         return out["input"][0]
 

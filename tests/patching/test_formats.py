@@ -15,8 +15,8 @@ from quant_loader.demo import models, quantize
 from quant_loader.patching.errors import CheckpointRefused, ModelMismatch
 from safetensors import safe_open
 
-# ||y_q - y|| / ||y|| of one linear on Gaussian data, by format: the table of tolerances in docs/kernels.md, for what runs
-# on a CPU (FP8, MXFP8 and NVFP4 decode the weight and multiply densely).
+# ||y_q - y|| / ||y|| of one linear on Gaussian data, by format: the table of tolerances in docs/kernels.md, for what
+# runs on a CPU (FP8, MXFP8 and NVFP4 decode the weight and multiply densely).
 LINEAR_ERROR = {
     "int8_scalar": 0.018,
     "int8_row": 0.015,
@@ -25,9 +25,9 @@ LINEAR_ERROR = {
     "mxfp8": 0.029,
     "nvfp4": 0.100,
     "convrot_w4a4": 0.28,
-    # The demo's W4A8 has no codebook: a uniform grid with steps of amax / 7 over 16 values. The largest of 16 Gaussians is
-    # 1.97 sigma on average, so the step's error is 1.97 / 7 / sqrt(12) = 0.081; rounding the scale to E4M3 stretches it by
-    # up to 1/16, and 8-bit activations add 0.0085.
+    # The demo's W4A8 has no codebook: a uniform grid with steps of amax / 7 over 16 values. The largest of 16 Gaussians
+    # is 1.97 sigma on average, so the step's error is 1.97 / 7 / sqrt(12) = 0.081; rounding the scale to E4M3 stretches
+    # it by up to 1/16, and 8-bit activations add 0.0085.
     "asym_w4a8": 0.0871,
     "quanto_int8": 0.015,
 }
@@ -246,7 +246,7 @@ def test_a_refused_file_is_never_read(
     tensors = quantize.half_scale(tensors, "double_blocks.0.img_mlp.0")
     path = quantize.save(tmp_path / "m.safetensors", tensors, metadata)
     monkeypatch.setattr(state_dict, "read", lambda paths: pytest.fail("the weights of a refused file were read"))
-    with pytest.raises(CheckpointRefused, match="double_blocks.0.img_mlp.0") as refused:
+    with pytest.raises(CheckpointRefused, match=r"double_blocks\.0\.img_mlp\.0") as refused:
         load_file(path)
     assert refused.value.report.verdict == "refused"
 
@@ -308,7 +308,8 @@ def test_a_quantised_embedding_looks_up_true_rows(quantizer: str, tmp_path: Path
     ids = torch.tensor([[0, 511, 7], [3, 3, 100]])
     rows = module.e(ids, out_dtype=torch.float32)
     assert rows.dtype == torch.float32
-    # 8 bits with a row's or a table's scale: half a step of amax / 127 is 0.0085 of a Gaussian's spread, more for one scale.
+    # 8 bits with a row's or a table's scale: a step of amax / 127 is an error of 0.0085 on Gaussian rows, and more
+    # where one scale serves the whole table.
     assert relative(rows, table[ids]) < (0.012 if quantizer == "int8_scalar" else 0.0095)
 
 

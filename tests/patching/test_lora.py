@@ -284,7 +284,7 @@ def test_a_clone_that_is_thrown_away_takes_nothing_with_it(load: Callable[..., A
 def test_the_static_clone_of_a_dynamic_model_keeps_the_lora(
     load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamic VRAM needs a GPU to run, but not to be cloned: TorchCompileModel, hooks and multi-GPU ask for a static one."""
+    """Dynamic VRAM needs a GPU to run, but not to be cloned: TorchCompileModel and hooks ask for a static clone."""
     import comfy_aimdo.host_buffer
     from quant_loader.patching.patcher import QuantModelPatcher, QuantModelPatcherDynamic
 

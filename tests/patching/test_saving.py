@@ -1,4 +1,4 @@
-"""Saving: the source's bytes again through ComfyUI's own nodes, and files with LoRAs left out or merged through ours."""
+"""Saving: the source's bytes again through ComfyUI's own nodes; LoRAs left out or merged through ours."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def lora_on(patcher: Any, seed: int = 2) -> Any:
     generator = torch.Generator().manual_seed(seed)
     H = models.HIDDEN
     patches: dict[str, Any] = {}
-    for name, N, K in (("double_blocks.0.img_mlp.0", 4 * H, H), ("single_blocks.0.linear2", H, 5 * H), ("img_in", H, 64)):
+    layers = (("double_blocks.0.img_mlp.0", 4 * H, H), ("single_blocks.0.linear2", H, 5 * H), ("img_in", H, 64))
+    for name, N, K in layers:
         up, down = torch.randn(N, 4, generator=generator) * 0.1, torch.randn(4, K, generator=generator) / K**0.5
         patches[f"diffusion_model.{name}.weight"] = LoRAAdapter(set(), (up, down, 4.0, None, None, None))
     patched = patcher.clone()
