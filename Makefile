@@ -11,13 +11,13 @@ endif
 # -I keeps this folder off sys.path: the pack is imported as quant_loader, as it is installed.
 RUN := $(VENV_BIN)/python -I -m
 
-.PHONY: demo serve test lint bench fuzz clean setup help
+.PHONY: demo serve test lint lint-js bench fuzz clean setup help
 
 help:
 	@echo "make demo    tiny quantised models through a real ComfyUI: pictures, a table, two refusals"
 	@echo "make serve   the same server left up, with a workflow in the editor (PORT=8188)"
 	@echo "make test    every test, the end-to-end ones against a real ComfyUI server included"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff and mypy (make lint-js: the browser modules, with Node.js)"
 	@echo "make bench   benchmarks"
 	@echo "make fuzz    the check against hostile files, each strategy for SECONDS=600"
 	@echo "make clean   removes what the commands made (.venv, .cache, demo-output)"
@@ -31,13 +31,19 @@ demo: setup
 serve: setup
 	@$(RUN) quant_loader.demo.run --serve $(if $(PORT),--port $(PORT))
 
-test: setup
+test:
+	@$(PYTHON) demo/setup_env.py --tests
 	$(VENV_BIN)/pytest $(PYTEST_ARGS)
 
 lint: setup
 	$(VENV_BIN)/ruff check .
 	$(VENV_BIN)/ruff format --check .
 	$(VENV_BIN)/mypy .
+
+# Needs Node.js; the modules have no build step and are tested in a browser by `make test`.
+lint-js:
+	npm install --prefix .cache/js --no-audit --no-fund --silent eslint@10
+	.cache/js/node_modules/.bin/eslint -c web/eslint.config.mjs web
 
 bench: setup
 	$(RUN) quant_loader.benchmarks.run

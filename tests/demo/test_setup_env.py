@@ -105,3 +105,16 @@ def test_archive_members_stay_inside(name, kind, plain):
     member = tarfile.TarInfo(name)
     member.type = kind
     assert setup_env.is_plain(member) is plain
+
+
+def test_a_machine_without_apt_is_told_to_install_chromium(monkeypatch):
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: None)
+    with pytest.raises(SetupError, match="need Chromium: install it"):
+        setup_env.install_chromium()
+
+
+def test_a_named_chromium_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setenv("CHROMIUM", "/opt/browser")
+    assert setup_env.find_chromium() == "/opt/browser"
+    setup_env.install_chromium()
