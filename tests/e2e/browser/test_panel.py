@@ -334,6 +334,9 @@ def test_by_keyboard_and_by_ear(editor: Any) -> None:
     strip.focus()
     editor.page.keyboard.press("End")
     assert strip.get_attribute("aria-valuenow") == "13"
+    assert strip.get_attribute("aria-valuetext") == "single_blocks.0.modulation.lin, INT8"
+    editor.page.keyboard.press("Home")
+    assert strip.get_attribute("aria-valuenow") == "1"
     assert strip.get_attribute("aria-valuetext") == f"{fixtures.BROKEN_LAYERS[0]}, int8.dtype"
     editor.page.keyboard.press("Delete")
     assert editor.page.evaluate("() => app.graph.nodes.length") == 1, "keys in the panel do not reach the canvas"
