@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from .declarations import Declaration, Declarations
 from .dtypes import count
@@ -28,6 +28,8 @@ MODEL_PREFIXES = (
 """Outer prefixes that savers put before a model's own layer names."""
 
 _LEGACY_NAMES = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
+_MAX_SECTIONS = 64
+"""Sections of a layer name that are looked at: hostile names have thousands."""
 FP8_DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
@@ -76,34 +78,45 @@ def _legacy_scaled_fp8(tensors: Mapping[str, TensorInfo], declared: Declarations
     """A ``scaled_fp8`` tensor declares every F8 layer below it that has a ``scale_weight``; two elements ask for full
     precision.
     """
-    for outer in declared.legacy_prefixes:
-        full_precision = count(tensors[f"{outer}scaled_fp8"].shape) == 2
-        found = 0
-        for name in tensors:
-            if not name.startswith(outer) or not name.endswith(".scale_weight"):
-                continue
-            prefix = name.removesuffix(".scale_weight")
-            weight = tensors.get(f"{prefix}.weight")
-            if (
-                weight is None
-                or weight.dtype not in FP8_DTYPES
-                or prefix in declared.layers
-                or prefix in declared.broken
-            ):
-                continue
-            conf: dict[str, object] = {"format": FP8_DTYPES[weight.dtype]}
-            if full_precision:
-                conf["full_precision_matrix_mult"] = True
-            where = f"the tensor {clean(outer)}scaled_fp8"
-            notes = ("legacy scaled_fp8 file",)
-            declared.layers[prefix] = Declaration(prefix, conf, "inferred", where, notes, _LEGACY_NAMES)
-            found += 1
-        if found:
-            findings.add(
-                "extra.dialect.file",
-                found=f"Legacy scaled_fp8 file: {found} layers with scale_weight",
-                variant="scaled_fp8",
-            )
+    outers = set(declared.legacy_prefixes)
+    if not outers:
+        return
+    found: dict[str, int] = {}
+    for name in tensors:
+        if not name.endswith(".scale_weight"):
+            continue
+        prefix = name.removesuffix(".scale_weight")
+        weight = tensors.get(f"{prefix}.weight")
+        outer = _section_of(prefix, outers)
+        if outer is None or weight is None or weight.dtype not in FP8_DTYPES:
+            continue
+        if prefix in declared.layers or prefix in declared.broken:
+            continue
+        conf: dict[str, object] = {"format": FP8_DTYPES[weight.dtype]}
+        if count(tensors[f"{outer}scaled_fp8"].shape) == 2:
+            conf["full_precision_matrix_mult"] = True
+        where = f"the tensor {clean(outer)}scaled_fp8"
+        notes = ("legacy scaled_fp8 file",)
+        declared.layers[prefix] = Declaration(prefix, conf, "inferred", where, notes, _LEGACY_NAMES)
+        found[outer] = found.get(outer, 0) + 1
+    for layers in found.values():
+        findings.add(
+            "extra.dialect.file",
+            found=f"Legacy scaled_fp8 file: {layers} layers with scale_weight",
+            variant="scaled_fp8",
+        )
+
+
+def _section_of(prefix: str, outers: Set[str]) -> str | None:
+    """The innermost of ``outers`` (``""``, or ending in a dot) that the layer lies in."""
+    end = len(prefix)
+    for _ in range(_MAX_SECTIONS):
+        end = prefix.rfind(".", 0, end)
+        if end < 0:
+            break
+        if prefix[: end + 1] in outers:
+            return prefix[: end + 1]
+    return "" if "" in outers else None
 
 
 def _int8_fast(tensors: Mapping[str, TensorInfo], declared: Declarations, findings: Findings) -> None:
@@ -129,8 +142,8 @@ def plain_storage(parts: Mapping[str, Mapping[str, TensorInfo]], bare: list[str]
     scaled.
     """
     if any(declaration.aliases is _LEGACY_NAMES for declaration in declared.layers.values()):
-        outers = tuple(declared.legacy_prefixes)
-        return [name for name in bare if name.startswith(outers) and _lone_f8(parts[name])]
+        outers = set(declared.legacy_prefixes)
+        return [name for name in bare if _section_of(name, outers) is not None and _lone_f8(parts[name])]
     if (
         declared.layers
         or declared.broken
