@@ -221,6 +221,10 @@ def _repair(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             progress=lambda done, total: progress.show(f"writing {100 * done // max(total, 1)} %"),
         )
+    except KeyboardInterrupt:
+        progress.clear()
+        console.complain("repair", "interrupted; nothing was kept.")
+        raise
     finally:
         progress.clear()
         signal.signal(signal.SIGTERM, previous)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,7 +52,7 @@ class UserDeclaration:
         """Whether the person named this very layer."""
         return self.pattern is not None and fnmatchcase(prefix, self.pattern)
 
-    def fits(self, prefix: str, tensors: dict[str, TensorInfo]) -> bool:
+    def fits(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> bool:
         """Whether the layer's tensors can be of this format."""
         if self.pattern is not None and not fnmatchcase(prefix, self.pattern):
             return False

@@ -43,6 +43,9 @@ _SCALES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Format -> scale tensor -> the standard shapes it may have; all of these scales are F32 in a standard file."""
 
+_MAX_SECTIONS = 32
+"""Deepest section of a layer name that a ``scaled_fp8`` flag may stand for."""
+
 _BYTE_SCALES = {"nvfp4": "weight_scale", "asym_w4a8_int8": "weight_s_rel"}
 """Block scales that some writers store as plain U8: the same bytes are F8_E4M3."""
 
@@ -141,10 +144,15 @@ def _is_one(draft: Draft, piece: Piece) -> bool:
 
 def drop_legacy_flags(draft: Draft, declared: Declarations) -> None:
     """The ``scaled_fp8`` tensors, once every layer under them has a marker of its own."""
-    for name in [n for n in draft.pieces if n == "scaled_fp8" or n.endswith(".scaled_fp8")]:
-        outer = name[: -len("scaled_fp8")]
-        left = [n for n in draft.pieces if n.startswith(outer) and n.endswith(".scale_weight")]
-        if not left and any(prefix.startswith(outer) for prefix in declared.layers):
+    flags = [n for n in draft.pieces if n == "scaled_fp8" or n.endswith(".scaled_fp8")]
+    if not flags or any(n.endswith(".scale_weight") for n in draft.pieces):
+        return
+    sections = {""}
+    for prefix in declared.layers:
+        parts = prefix.split(".")
+        sections.update(".".join(parts[:depth]) + "." for depth in range(1, min(len(parts), _MAX_SECTIONS)))
+    for name in flags:
+        if name[: -len("scaled_fp8")] in sections:
             del draft.pieces[name]
             draft.note(TENSOR_DROPPED, None, f"{tensor_text(name)}: its layers have markers now")
 

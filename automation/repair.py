@@ -20,6 +20,7 @@ from ..checkpoint.dtypes import WIDE_FLOATS
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.findings import Findings
 from ..checkpoint.formats import quanto
+from ..checkpoint.header import TensorInfo
 from ..checkpoint.report import Report
 from ..checkpoint.words import clean, name_of
 from . import mends
@@ -238,8 +239,13 @@ def _settle_conflicts(draft: Draft, keep: Keep) -> None:
 def _apply_declarations(draft: Draft, declared: Sequence[UserDeclaration]) -> None:
     said = _said(draft)
     used: set[int] = set()
+    tensors = dict(draft.tensors())
+    for name, tensor in list(tensors.items()):
+        for canonical, spelling in _LEGACY_SPELLINGS.items():
+            if name.endswith(f".{spelling}"):
+                tensors.setdefault(name[: -len(spelling)] + canonical, tensor)
     for prefix in _candidates(draft, said):
-        conf = _declaration_for(prefix, draft, said, declared, used)
+        conf = _declaration_for(prefix, draft, tensors, said, declared, used)
         if conf is not None:
             mends.set_marker(draft, prefix, conf, said.markers.get(prefix), "declared by you")
     for index, entry in enumerate(declared):
@@ -262,15 +268,16 @@ def _candidates(draft: Draft, said: _Said) -> Iterator[str]:
 
 
 def _declaration_for(
-    prefix: str, draft: Draft, said: _Said, declared: Sequence[UserDeclaration], used: set[int]
+    prefix: str,
+    draft: Draft,
+    tensors: Mapping[str, TensorInfo],
+    said: _Said,
+    declared: Sequence[UserDeclaration],
+    used: set[int],
 ) -> dict[str, Any] | None:
     marker = draft.pieces.get(prefix + MARKER)
     unreadable = prefix in said.all.broken and marker is not None and marker.nbytes > 0
     renames = Declaration(prefix, {}, "inferred", "", (), _LEGACY_SPELLINGS)
-    tensors = dict(draft.tensors())
-    for canonical, spelling in _LEGACY_SPELLINGS.items():
-        if f"{prefix}.{spelling}" in tensors:
-            tensors.setdefault(f"{prefix}.{canonical}", tensors[f"{prefix}.{spelling}"])
     fitting = [
         (i, d) for i, d in enumerate(declared) if d.fits(prefix, tensors) and (d.names(prefix) or not unreadable)
     ]
@@ -363,14 +370,14 @@ def _identical(a: Any, b: Any) -> bool:
 def _rename_entries(said: _Said, entries: dict[str, Any]) -> int:
     """Metadata names get the prefix (or lose it) under which compatible rules found their tensors; returns how many."""
     lost = [name for name in said.all.from_metadata if name not in said.all.layers and name not in said.all.broken]
-    found = [p for p, d in said.all.layers.items() if d.by == "metadata" and p not in said.entries]
+    found = {p for p, d in said.all.layers.items() if d.by == "metadata" and p not in said.entries}
     renames: dict[str, str] = {}
     for name in lost:
-        target = next(
-            (p for p in found if any(p == outer + name or name == outer + p for outer in dialects.MODEL_PREFIXES)), None
-        )
-        if target is not None:
-            renames[name] = target
+        for outer in dialects.MODEL_PREFIXES:
+            shorter = name[len(outer) :] if name.startswith(outer) else ""
+            if outer + name in found or shorter in found:
+                renames[name] = outer + name if outer + name in found else shorter
+                break
     for name, target in renames.items():
         entries[target] = entries.pop(name)
     return len(renames)
