@@ -303,6 +303,7 @@ def _report_bad_markers(
             name = declaration.conf.get("format")
             if marker is not None and isinstance(name, str):
                 lengths.setdefault(marker.nbytes, clean(name, 40))
+    neighbour = next(iter(lengths.values()), "int8_tensorwise")
     out.broken.update(item.prefix for item in bad)
     for item in bad:
         if findings.counted("marker.json", item.reason):
@@ -337,7 +338,7 @@ def _report_bad_markers(
             "marker.json",
             layer=item.prefix,
             tensor=item.tensor.name,
-            expected='JSON such as {"format": "nvfp4"}',
+            expected=f'JSON such as {{"format": "{lengths.get(size) or neighbour}"}}',
             found=found,
             remedy=REDOWNLOAD if damaged else REEXPORT,
             variant=item.reason,
