@@ -37,14 +37,14 @@ SECTIONS = (
 )
 INTRODUCTION = """# The rules of the check
 
-               This page is written by `docs/make_rules.py` from the catalogue in `checkpoint/catalogue.py`.
+This page is written by `docs/make_rules.py` from the catalogue in `checkpoint/catalogue.py`.
 
-               Ids without a prefix are those of the reference rule set. `crash.` rules are inputs on which the
-               reference crashes. `extra.` rules are our own, always towards safety: no sound file is refused by one.
-               An **error** refuses the file, a **warning** says that something is doubtful, a **notice** that
-               something is worth knowing. Words in braces stand for what was found in the file. *lossless* means that
-               `quant-loader repair` can mend the usual case without changing a value.
-               """
+Ids without a prefix are those of the reference rule set. `crash.` rules are inputs on which the
+reference crashes. `extra.` rules are our own, always towards safety: no sound file is refused by one.
+An **error** refuses the file, a **warning** says that something is doubtful, a **notice** that
+something is worth knowing. Words in braces stand for what was found in the file. *lossless* means that
+`quant-loader repair` can mend the usual case without changing a value.
+"""
 
 
 def entry(rule: Rule) -> str:
