@@ -22,7 +22,7 @@ def test_another_release_gives_the_same_results(release: Path) -> None:
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": str(release), "OMP_NUM_THREADS": "1"}
     version = subprocess.run(
-        [sys.executable, "-c", "import comfy_kitchen; print(comfy_kitchen.__version__)"],
+        [sys.executable, "-c", "import importlib.metadata as m; print(m.version('comfy-kitchen'))"],
         env=environment,
         capture_output=True,
         text=True,
