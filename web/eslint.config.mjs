@@ -13,8 +13,8 @@ export default [
       sourceType: "module",
       globals: Object.fromEntries(
         [
-          "AbortController", "CSS", "Intl", "ResizeObserver", "URL", "URLSearchParams", "clearInterval", "clearTimeout", "console",
-          "document", "fetch", "navigator", "performance", "queueMicrotask", "setInterval", "setTimeout", "window",
+          "AbortController", "CSS", "Intl", "MutationObserver", "ResizeObserver", "URL", "URLSearchParams", "clearInterval", "clearTimeout", "console",
+          "document", "fetch", "getComputedStyle", "navigator", "performance", "queueMicrotask", "setInterval", "setTimeout", "window",
         ].map((name) => [name, "readonly"]),
       ),
     },

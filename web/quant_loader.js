@@ -7,6 +7,7 @@ import { NodePanel } from "./lib/node_panel.js";
 import { NODES } from "./lib/nodes.js";
 import { followRuns } from "./lib/runs.js";
 import { SETTINGS, settings } from "./lib/settings.js";
+import { followTheme } from "./lib/theme.js";
 import { watchFiles } from "./lib/watch.js";
 import { loadWords } from "./lib/words.js";
 
@@ -42,6 +43,7 @@ app.registerExtension({
   },
 
   setup() {
+    followTheme();
     watchFiles(panels);
     followRuns(panels);
     settings.onPanelChange(() => {

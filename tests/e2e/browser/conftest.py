@@ -43,6 +43,38 @@ PATIENCE = 60_000  # milliseconds; a verdict takes a few hundredths of it, on a 
 START = 240_000  # milliseconds for the page with its 600 modules
 
 
+# The contrast of every piece of text in the panel against the panel's own background (WCAG 2.1, relative luminance).
+CONTRASTS = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgb = (colour, under) => {
+    canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
+    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const luminance = (c) => c.map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const backdrop = (element) => {
+    const chain = [];
+    for (let at = element; at && !at.classList.contains('ql-panel'); at = at.parentElement) chain.unshift(at);
+    let colour = getComputedStyle(document.querySelector('.ql-panel')).backgroundColor;
+    for (const at of chain) colour = `rgb(${rgb(getComputedStyle(at).backgroundColor, colour).join(',')})`;
+    return colour;
+  };
+  const out = [];
+  const walker = document.createTreeWalker(document.querySelector('.ql-panel .ql-body'), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode.textContent.trim();
+    if (!text) continue;
+    const element = walker.currentNode.parentElement;
+    const under = backdrop(element);
+    const pair = [rgb(getComputedStyle(element).color, under), rgb(under, '#000')];
+    const [a, b] = pair.map(luminance).sort((x, y) => y - x);
+    out.push({ text: text.slice(0, 40), contrast: (a + 0.05) / (b + 0.05) });
+  }
+  return out;
+}"""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -137,6 +169,10 @@ class Editor:
         line = self.page.locator(f".ql-panel .ql-verdict-{verdict}").first
         line.wait_for()
         return line
+
+    def contrasts(self) -> list[dict[str, Any]]:
+        """[{text, contrast}] of every piece of text in the panel."""
+        return list(self.page.evaluate(CONTRASTS))
 
     def shot(self, name: str) -> Path:
         ARTIFACTS.mkdir(parents=True, exist_ok=True)

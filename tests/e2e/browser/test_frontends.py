@@ -71,6 +71,20 @@ def test_the_newest_frontend_switches_rules_and_opens_the_table(editor: Any) -> 
     dialog.wait_for(state="detached")
 
 
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_the_newest_frontend_is_readable(editor: Any, palette: str) -> None:
+    editor.setting("Comfy.ColorPalette", palette)
+    try:
+        editor.add(DIALECT)
+        editor.verdict("refused")
+        editor.page.wait_for_timeout(800)
+        editor.shot(f"newest-{palette}")
+        poor = [entry for entry in editor.contrasts() if entry["contrast"] < 4.5]
+        assert poor == [], "WCAG AA asks for 4.5 : 1"
+    finally:
+        editor.setting("Comfy.ColorPalette", "dark")
+
+
 def test_the_newest_frontend_stores_nothing(editor: Any, text_to_image: Callable[..., dict[str, Any]]) -> None:
     editor.load(text_to_image(SOUND))
     editor.verdict("ok")

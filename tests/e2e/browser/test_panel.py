@@ -20,37 +20,6 @@ SUBFOLDER_FILE = "水彩/Модель ü 模型.safetensors"
 MIXED, CHANGING = "mixed-formats.safetensors", "changing.safetensors"
 A_BLINK = 1000  # milliseconds: the goal is 150; a machine that shares its cores is given more
 
-# The contrast of every piece of text in the panel against the panel's own background (WCAG 2.1, relative luminance).
-CONTRASTS = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const rgb = (colour, under) => {
-    canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
-    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const luminance = (c) => c.map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const backdrop = (element) => {
-    const chain = [];
-    for (let at = element; at && !at.classList.contains('ql-panel'); at = at.parentElement) chain.unshift(at);
-    let colour = getComputedStyle(document.querySelector('.ql-panel')).backgroundColor;
-    for (const at of chain) colour = `rgb(${rgb(getComputedStyle(at).backgroundColor, colour).join(',')})`;
-    return colour;
-  };
-  const out = [];
-  const walker = document.createTreeWalker(document.querySelector('.ql-panel .ql-body'), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const text = walker.currentNode.textContent.trim();
-    if (!text) continue;
-    const element = walker.currentNode.parentElement;
-    const under = backdrop(element);
-    const pair = [rgb(getComputedStyle(element).color, under), rgb(under, '#000')];
-    const [a, b] = pair.map(luminance).sort((x, y) => y - x);
-    out.push({ text: text.slice(0, 40), contrast: (a + 0.05) / (b + 0.05) });
-  }
-  return out;
-}"""
-
 # Milliseconds from a combo's change to the moment a screen reader would hear the verdict.
 PICK = """([id, file]) => new Promise((done) => {
   const widget = app.graph.getNodeById(id).widgets.find((w) => w.name === 'model_name');
@@ -285,7 +254,7 @@ def test_text_is_readable_in_every_theme(editor: Any, palette: str, file: str) -
         editor.page.locator(".ql-panel .ql-buttons").wait_for()
         editor.page.wait_for_timeout(400)
         editor.shot(f"{palette}-{file.split('.')[0]}")
-        poor = [entry for entry in editor.page.evaluate(CONTRASTS) if entry["contrast"] < 4.5]
+        poor = [entry for entry in editor.contrasts() if entry["contrast"] < 4.5]
         assert poor == [], "WCAG AA asks for 4.5 : 1"
     finally:
         editor.setting("Comfy.ColorPalette", "dark")
