@@ -11,6 +11,9 @@ endif
 # -I keeps this folder off sys.path: the pack is imported as quant_loader, as it is installed.
 RUN := $(VENV_BIN)/python -I -m
 
+# mypy reads the rooms as what they are once installed: parts of the package quant_loader.
+TYPED := $(foreach room,checkpoint kernels patching nodes automation cli,-p quant_loader.$(room))
+
 .PHONY: demo serve test lint lint-js bench fuzz clean setup help
 
 help:
@@ -38,7 +41,8 @@ test:
 lint: setup
 	$(VENV_BIN)/ruff check .
 	$(VENV_BIN)/ruff format --check .
-	$(VENV_BIN)/mypy .
+	@mkdir -p .cache/types && ln -sfn ../.. .cache/types/quant_loader
+	cd .cache/types && MYPYPATH=. ../../$(VENV_BIN)/mypy --config-file ../../pyproject.toml $(TYPED)
 
 # Needs Node.js; the modules have no build step and are tested in a browser by `make test`.
 lint-js:

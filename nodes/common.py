@@ -9,10 +9,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from . import files
+from .choices import EXECUTIONS, RULES
 from .refusal import refusal
 
-RULES = ["strict", "compatible"]
-EXECUTIONS = ["auto", "native", "int8", "exact"]
 CATEGORY = "loaders/quantized"
 SEARCH = ["int8", "nvfp4", "convrot", "fp8", "mxfp8", "quanto", "quantised", "quantized"]
 NO_FILE = "none"
@@ -31,7 +30,7 @@ def file_input(name: str, folder: str, optional: bool = False) -> Any:
 def rules_input() -> Any:
     return io.Combo.Input(
         "rules",
-        options=RULES,
+        options=list(RULES),
         default="strict",
         tooltip="strict: the file must follow the format to the letter. "
         "compatible: dialects whose meaning is certain are accepted too.",
@@ -41,7 +40,7 @@ def rules_input() -> Any:
 def execution_input() -> Any:
     return io.Combo.Input(
         "execution",
-        options=EXECUTIONS,
+        options=list(EXECUTIONS),
         default="auto",
         tooltip="auto: the fastest correct kernel for each layer. native: the format's own arithmetic. "
         "int8: carry other formats over to INT8. exact: dequantise and compute in 16 bit (slow, for comparisons).",

@@ -9,8 +9,7 @@ from comfy_api.latest import io
 
 from ..checkpoint import check, verdict_text
 from . import common, files
-
-FOLDERS = ["diffusion_models", "checkpoints", "text_encoders", "controlnet", "model_patches", "vae"]
+from .choices import FOLDERS
 
 
 def listed() -> list[str]:
@@ -31,7 +30,7 @@ class QuantLoaderInspect(io.ComfyNode):  # type: ignore[misc]
             search_aliases=["check", "verify", *common.SEARCH],
             is_output_node=True,
             inputs=[
-                io.Combo.Input("folder", options=FOLDERS, tooltip="The model folder to look in."),
+                io.Combo.Input("folder", options=list(FOLDERS), tooltip="The model folder to look in."),
                 io.Combo.Input("file", options=listed(), tooltip="The file to inspect."),
                 common.rules_input(),
             ],
