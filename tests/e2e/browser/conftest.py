@@ -246,8 +246,12 @@ def open_editor(browser: Browser, panel_files: Path) -> Iterator[Callable[..., E
 
 
 @pytest.fixture(scope="module", params=["classic", "nodes2"])
-def page_in_renderer(request: pytest.FixtureRequest, open_editor: Callable[..., Editor], server: ComfyServer) -> Editor:
-    return open_editor(server, request.param)
+def page_in_renderer(
+    request: pytest.FixtureRequest, open_editor: Callable[..., Editor], server: ComfyServer
+) -> Iterator[Editor]:
+    editor = open_editor(server, request.param)
+    yield editor
+    editor.page.context.close()  # an open page goes on drawing beside the tests that follow
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ CHANGING = "changing.safetensors"
 
 @pytest.fixture(scope="module", params=["classic", "nodes2"])
 def newest_page(request: pytest.FixtureRequest, open_editor: Callable[..., Any], newest_server: ComfyServer) -> Any:
-    return open_editor(newest_server, request.param)
+    editor = open_editor(newest_server, request.param)
+    yield editor
+    editor.page.context.close()
 
 
 @pytest.fixture
@@ -111,6 +113,7 @@ def test_the_panel_speaks_the_language_of_the_interface(
     assert word in editor.verdict("ok").inner_text()
     assert editor.page.evaluate("() => app.graph.nodes[0].title") == display_name
     editor.shot(f"language-{locale}")
+    editor.page.context.close()
 
 
 def test_the_server_offers_the_templates_and_help(server: ComfyServer) -> None:
@@ -139,3 +142,4 @@ def test_the_help_page_opens_with_its_picture(open_editor: Callable[..., Any], s
     assert "html" not in answer[1]
     assert answer[2].startswith("# Load Quantized Diffusion Model")
     assert answer[3]
+    editor.page.context.close()
