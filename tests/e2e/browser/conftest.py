@@ -181,7 +181,7 @@ class Editor:
         return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright keeps an event loop running in this thread: no other module may meet it
 def browser() -> Iterator[Browser]:
     """Chromium. Absent, the tests fail: a skipped test of what users see is no test."""
     executable = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -217,7 +217,7 @@ def panel_files(unstarted: ComfyServer, tensors: quantize.Tensors) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_editor(browser: Browser, panel_files: Path) -> Iterator[Callable[..., Editor]]:
     """Opens the editor of a server in a renderer."""
     contexts = []
