@@ -22,6 +22,7 @@ def test_every_kernel_in_the_interpreter():
         f"import sys, pytest; sys.exit(pytest.main([{str(folder)!r}, '-q', '-m', 'not gpu', '-p', 'no:cacheprovider']))"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)  # the count below needs the summary line
     run = subprocess.run(
         [sys.executable, "-I", "-c", session], cwd=folder, env=environment, capture_output=True, text=True
     )
