@@ -39,7 +39,7 @@ if not INTERPRETED:
     def test_in_the_interpreter() -> None:
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTEST_ADDOPTS", None)  # the count below needs the summary line
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
         assert f"{len(FORMATS) + 7} passed" in result.stdout
