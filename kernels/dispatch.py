@@ -112,11 +112,26 @@ class PreparedLinear:
         self._ladder = (chosen.backend, *chosen.fallbacks)
         self._operator = f"{self._format.operator} ({chosen.execution})"
 
-    def __call__(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        low_rank: Tensor | None = None,
+        up: Tensor | None = None,
+    ) -> Tensor:
         """``[..., N]`` of x's dtype. A kernel that fails is reported, retired for the process, and the plan's next one
         runs.
+
+        ``low_rank [..., R]`` and ``up [N, R]``, both of x's dtype, come together: ``low_rank up^T`` is added to the
+        result (a LoRA beside the weight, its first product and its strength applied), in the epilogue of our INT8
+        product where that runs.
         """
-        y = self._format.linear(x, self.spec, tensors, bias, self.plan.execution, self._backends)
+        how = (self.plan.execution, self._backends)
+        if low_rank is None or up is None:
+            y = self._format.linear(x, self.spec, tensors, bias, *how)
+        else:
+            y = self._format.linear_beside(x, self.spec, tensors, bias, *how, low_rank, up)
         if not torch.compiler.is_compiling():
             self.stats[self.backend] += 1
         return y

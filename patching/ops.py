@@ -248,6 +248,7 @@ def operations(context: LoadContext) -> Any:
 
             def _linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
                 side = self.side_path
+                low_rank, up = side.whole(x) if side is not None else (None, None)
                 if (side is not None and side.exact) or not is_packed(weight):
                     # Not packed: ComfyUI handed a dense copy (a weight wrapper, or a layer forced to the CPU).
                     dense = self._dense(weight)
@@ -257,9 +258,11 @@ def operations(context: LoadContext) -> Any:
                     else:
                         self._count(DENSE)
                     y = torch.nn.functional.linear(x, dense.to(x.dtype), bias)
+                    if low_rank is not None and up is not None:
+                        y = y + torch.nn.functional.linear(low_rank, up)
                 else:
-                    y = self.operator(x.device)(x, plain_tensors(weight), bias)
-                return y if side is None or side.exact else side.add(x, y)
+                    y = self.operator(x.device)(x, plain_tensors(weight), bias, low_rank, up)
+                return y if side is None else side.add_parts(x, y)
 
         class Embedding(_Packable, _manual_cast.Embedding):  # type: ignore[misc]
             """Row lookup in a packed or plain table."""

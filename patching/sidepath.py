@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.lora
 import torch
@@ -75,7 +75,8 @@ def _pads(adapter: tuple[Any, Any]) -> bool:
 class SidePath:
     """All patches of one packed weight, in order.
 
-    ``exact`` says that the layer runs on a dequantised copy; otherwise ``terms`` are added on the activations.
+    ``exact`` says that the layer runs on a dequantised copy; otherwise ``terms`` are added on the activations,
+    those on the whole weight by the linear itself (in its kernel's epilogue where it has one).
     """
 
     def __init__(self, key: str, patches: Sequence[Patch]) -> None:
@@ -85,7 +86,7 @@ class SidePath:
         forms = [low_rank(p) for p in self.active]
         self.exact = any(form is None for form in forms)
         self.terms: tuple[LowRank, ...] = () if self.exact else tuple(f for f in forms if f is not None)
-        self._on_device: dict[tuple[torch.device, torch.dtype], tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}
+        self._on_device: dict[tuple[torch.device, torch.dtype], _Matrices] = {}
 
     def same(self, patches: Sequence[Patch]) -> bool:
         """Whether this side path is the one of ``patches``: equal strengths on the very same matrices."""
@@ -127,27 +128,36 @@ class SidePath:
                 return f"it has {dims} for {self.key}, the model's layer is {' x '.join(map(str, wanted))}"
         return None
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """``y`` ``[..., N]`` with every term added. ``x`` ``[..., K]`` is the linear's own input, before any
-        quantisation or smoothing."""
-        for term, (down, up) in zip(self.terms, self._matrices(x.device, x.dtype), strict=True):
-            rows = columns = None
-            if term.offset is not None:
-                dim, start, length = term.offset
-                rows, columns = ((start, length), None) if dim == 0 else (None, (start, length))
-            part = x if columns is None else x[..., columns[0] : columns[0] + columns[1]]
+    def whole(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """``(low_rank [..., R], up [N, R])`` of every term on the whole weight, for the linear to add
+        ``low_rank up^T``: one pair of products for all LoRAs together. ``x`` ``[..., K]`` is the linear's own input,
+        before any quantisation or smoothing. ``(None, None)`` when there is no such term."""
+        joined = self._matrices(x.device, x.dtype).whole
+        if joined is None:
+            return None, None
+        down, up, scale = joined
+        # In float32: a strength such as 0.7 is no bfloat16 number.
+        return (torch.nn.functional.linear(x, down) * scale).to(x.dtype), up
+
+    def add_parts(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``y`` ``[..., N]`` with the terms added that go into some rows or columns of a fused weight; ``y`` is written
+        to."""
+        for term, down, up in self._matrices(x.device, x.dtype).parts:
+            assert term.offset is not None
+            dim, start, length = term.offset
+            part = x if dim == 0 else x[..., start : start + length]
             delta = torch.nn.functional.linear(torch.nn.functional.linear(part, down) * term.scale, up)
-            if rows is not None:
-                delta = torch.nn.functional.pad(delta, (rows[0], y.shape[-1] - rows[0] - rows[1]))
-            y = y + delta
+            (y[..., start : start + length] if dim == 0 else y).add_(delta)
         return y
 
     def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The same for a table lookup: ``rows`` ``[*ids.shape, K]`` of the table ``W + up @ down * scale``."""
-        for term, (down, up) in zip(self.terms, self._matrices(rows.device, rows.dtype), strict=True):
-            delta = torch.nn.functional.linear(torch.nn.functional.embedding(ids, up) * term.scale, down.t())
-            rows = rows + delta
-        return rows
+        joined = self._matrices(rows.device, rows.dtype).whole
+        if joined is None:
+            return rows
+        down, up, scale = joined
+        low_rank = (torch.nn.functional.embedding(ids, up) * scale).to(rows.dtype)
+        return rows + torch.nn.functional.linear(low_rank, down.t())
 
     @property
     def fused(self) -> bool:
@@ -163,14 +173,37 @@ class SidePath:
             list(self.active), weight, self.key, intermediate_dtype=torch.float32, original_weights=original
         )
 
-    def _matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    def _matrices(self, device: torch.device, dtype: torch.dtype) -> _Matrices:
         cached = self._on_device.get((device, dtype))
         if cached is not None:
             return cached
-        made = tuple((t.down.to(device=device, dtype=dtype), t.up.to(device=device, dtype=dtype)) for t in self.terms)
+        whole = [term for term in self.terms if term.offset is None]
+        parts = [term for term in self.terms if term.offset is not None]
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=device, dtype=dtype)
+
+        joined = None
+        if whole:
+            scale = torch.tensor([t.scale for t in whole for _ in range(t.rank)], dtype=torch.float32, device=device)
+            joined = (_joined([moved(t.down) for t in whole], 0), _joined([moved(t.up) for t in whole], 1), scale)
+        made = _Matrices(joined, tuple((t, moved(t.down), moved(t.up)) for t in parts))
         if not torch.compiler.is_compiling():
             self._on_device[(device, dtype)] = made
         return made
+
+
+class _Matrices(NamedTuple):
+    """Terms on one device: those on the whole weight as one ``(down [R, K], up [N, R], scale float32 [R])``, those on a
+    part of it each for itself."""
+
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    parts: tuple[tuple[LowRank, torch.Tensor, torch.Tensor], ...]
+
+
+def _joined(matrices: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """One matrix; the very tensor where there is nothing to join."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim)
 
 
 def _names(patch: Patch, kind_of_tuple: str) -> bool:

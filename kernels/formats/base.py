@@ -66,6 +66,22 @@ class Format(ABC):
     ) -> Tensor:
         """Call the format's operator; ``backends`` is the ladder of a plan."""
 
+    def linear_beside(
+        self,
+        x: Tensor,
+        spec: Spec,
+        tensors: Tensors,
+        bias: Tensor | None,
+        execution: Execution,
+        backends: str,
+        low_rank: Tensor,
+        up: Tensor,
+    ) -> Tensor:
+        """:meth:`linear` plus ``low_rank up^T`` (``[..., R]`` and ``[N, R]``, x's dtype). Formats whose kernels add it
+        in their epilogue override this."""
+        y = self.linear(x, spec, tensors, bias, execution, backends)
+        return y + torch.nn.functional.linear(low_rank, up)
+
     def input(self, x: Tensor, tensors: Tensors) -> Tensor:  # noqa: ARG002
         """The activation the weight acts on: smoothed, where the format knows that."""
         return x

@@ -46,7 +46,7 @@ CARRY_BYTES = 128 << 20
 @operator(
     "int8_linear",
     "(Tensor x, Tensor qweight, Tensor scale, Tensor? bias, int out_features, int group, str execution, "
-    "str backends) -> Tensor",
+    "str backends, Tensor? low_rank=None, Tensor? up=None) -> Tensor",
 )
 def _int8_linear(
     x: Tensor,
@@ -57,11 +57,22 @@ def _int8_linear(
     group: int,
     execution: str,
     backends: str,
+    low_rank: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     scale = row_scale(scale, qweight.shape[0])
     scale = scale[:out_features] if scale.dim() else scale
     bodies = {"torch": torch_exact} if execution == "exact" else BODIES
+    if low_rank is not None and up is not None:
+        bodies = {name: _beside(name, body, low_rank, up) for name, body in bodies.items()}
     return run(f"int8_linear ({execution})", backends, bodies, x, qweight[:out_features], scale, bias, group)
+
+
+def _beside(name: str, body: Callable[..., Tensor], low_rank: Tensor, up: Tensor) -> Callable[..., Tensor]:
+    """``body`` with ``low_rank up^T`` added: in the product's own epilogue where it has one, after it elsewhere."""
+    if name == "triton":
+        return lambda *args: body(*args, low_rank, up)
+    return lambda *args: body(*args).add_(torch.nn.functional.linear(low_rank, up))
 
 
 def codes_and_scale(qweight: Tensor, scale: Tensor) -> CodeRows:
@@ -83,9 +94,32 @@ def kitchen_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None,
     return y.reshape(*x.shape[:-1], qweight.shape[0])
 
 
-def triton_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int) -> Tensor:
-    """Our row quantiser and our product."""
-    return triton_codes(x, qweight.shape[0], codes_and_scale(qweight, scale), bias, group, chunked=False)
+def triton_int8(
+    x: Tensor,
+    qweight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    group: int,
+    low_rank: Tensor | None = None,
+    up: Tensor | None = None,
+) -> Tensor:
+    """Our row quantiser and our product, with ``low_rank [..., R] up^T [R, N]`` in its epilogue if given."""
+    from ..triton_ops.int8_gemm import int8_matmul
+    from ..triton_ops.row_quantizer import quantize_rows
+
+    x2 = _rows_adjacent(x)
+    codes, s_row = quantize_rows(x2, rotation=group or 1, qmax=127)
+    y = int8_matmul(
+        codes,
+        qweight.contiguous(),
+        s_row,
+        scale.reshape(-1),
+        bias,
+        out_dtype=x.dtype,
+        low_rank=None if low_rank is None else _rows_adjacent(low_rank),
+        up=up,
+    )
+    return y.reshape(*x.shape[:-1], qweight.shape[0])
 
 
 def torch_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, group: int) -> Tensor:
@@ -93,20 +127,22 @@ def torch_int8(x: Tensor, qweight: Tensor, scale: Tensor, bias: Tensor | None, g
     return int8_linear(x, qweight.shape[0], codes_and_scale(qweight, scale), group, bias)
 
 
-def triton_codes(
-    x: Tensor, N: int, rows: CodeRows, bias: Tensor | None, group: int, *, chunked: bool = True, bits: int = 8
-) -> Tensor:
-    """Our kernels on a weight whose codes come from ``rows``, some thousand at a time unless ``chunked`` is False."""
+def _rows_adjacent(x: Tensor) -> Tensor:
+    """``[M, K]`` whose rows are adjacent in memory, as our kernels read them."""
+    x2 = flatten(x)
+    return x2 if x2.stride(-1) == 1 else x2.contiguous()
+
+
+def triton_codes(x: Tensor, N: int, rows: CodeRows, bias: Tensor | None, group: int, *, bits: int = 8) -> Tensor:
+    """Our kernels on a weight whose codes come from ``rows``, some thousand at a time."""
     from ..triton_ops.int8_gemm import int8_matmul
     from ..triton_ops.row_quantizer import quantize_rows
 
-    x2 = flatten(x)
-    if x2.stride(-1) != 1:
-        x2 = x2.contiguous()
+    x2 = _rows_adjacent(x)
     y = torch.empty((x2.shape[0], N), dtype=x.dtype, device=x.device)
     if y.numel():
         codes, s_row = quantize_rows(x2, rotation=group or 1, qmax=127 if bits == 8 else 7)
-        for start, stop in row_chunks(N, x2.shape[1], x.device) if chunked else ((0, N),):
+        for start, stop in row_chunks(N, x2.shape[1], x.device):
             part, scale = rows(start, stop)
             int8_matmul(
                 codes,
@@ -235,9 +271,26 @@ class Int8(Format):
     def linear(
         self, x: Tensor, spec: Spec, tensors: Tensors, bias: Tensor | None, execution: Execution, backends: str
     ) -> Tensor:
+        return _int8_linear(x, *self._arguments(spec, tensors, bias), execution, backends)
+
+    def linear_beside(
+        self,
+        x: Tensor,
+        spec: Spec,
+        tensors: Tensors,
+        bias: Tensor | None,
+        execution: Execution,
+        backends: str,
+        low_rank: Tensor,
+        up: Tensor,
+    ) -> Tensor:
+        return _int8_linear(x, *self._arguments(spec, tensors, bias), execution, backends, low_rank, up)
+
+    def _arguments(
+        self, spec: Spec, tensors: Tensors, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
         qweight, scale = required(spec, tensors, "weight"), required(spec, tensors, "weight_scale")
-        group = rotation_group(spec, always=False)
-        return _int8_linear(x, qweight, scale, bias, spec.shape[0], group, execution, backends)
+        return qweight, scale, bias, spec.shape[0], rotation_group(spec, always=False)
 
     def embedding(self, index: Tensor, spec: Spec, tensors: Tensors) -> Tensor:
         qweight, scale = self._parts(spec, tensors)

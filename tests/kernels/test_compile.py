@@ -75,6 +75,20 @@ def test_functionalised(quantised) -> None:
     assert torch.equal(compiled(x), block(x))
 
 
+@pytest.mark.parametrize("name", ["int8_tensorwise", "nvfp4"])
+def test_a_low_rank_side_path(name, quantised) -> None:
+    torch.manual_seed(2)
+    layer = quantised(name, torch.randn(24, 64))
+    operation = kernels.prepare(layer.spec, kernels.device_facts("cpu"))
+    up = torch.randn(24, 4)
+
+    def block(x, down):
+        return operation(x, layer.tensors, None, torch.nn.functional.linear(x, down), up)
+
+    x, down = torch.randn(3, 64), torch.randn(4, 64)
+    assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x, down), block(x, down))
+
+
 @pytest.mark.parametrize(("name", "options"), FORMATS)
 def test_operator_contract(name, options, quantised) -> None:
     """torch's own check of an operator: schema, fake result, no aliasing, dynamic shapes."""

@@ -164,3 +164,20 @@ def test_bias_of_another_dtype(bias_dtype, quantised, relative) -> None:
         assert y.dtype == torch.float16
         truth = kernels.reference_linear(x, layer.spec, layer.tensors, bias, execution)
         assert relative(y, truth) <= 2e-3
+
+
+@pytest.mark.parametrize("execution", ["auto", "exact"])
+@pytest.mark.parametrize("name", sorted(kernels.FORMATS))
+def test_a_low_rank_side_path(name, execution, quantised, relative) -> None:
+    """``low_rank up^T`` is added whichever body runs, and nothing of the inputs is written to."""
+    torch.manual_seed(6)
+    layer = quantised(name, torch.randn(48, 256) / 16)
+    x, bias = torch.randn(3, 7, 256), torch.randn(48)
+    low_rank, up = torch.randn(3, 7, 5), torch.randn(48, 5)
+    copies = [t.clone() for t in (x, bias, low_rank, up)]
+    operation = kernels.prepare(layer.spec, kernels.device_facts("cpu"), execution)
+    plain = operation(x, layer.tensors, bias)
+    y = operation(x, layer.tensors, bias, low_rank, up)
+    assert relative(y, plain + low_rank @ up.t()) < 1e-6
+    assert all(torch.equal(a, b) for a, b in zip((x, bias, low_rank, up), copies, strict=True))
+    assert operation(x[:, :0], layer.tensors, bias, low_rank[:, :0], up).shape == (3, 0, 48)

@@ -42,7 +42,7 @@ if not INTERPRETED:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-        assert f"{len(FORMATS) + 7} passed" in result.stdout
+        assert f"{len(FORMATS) + 9} passed" in result.stdout
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -81,6 +81,28 @@ def test_formats(name, options, execution, dtype, device, quantised, relative) -
     truth = kernels.reference_linear(x, layer.spec, tensors, bias, operation.plan.execution)
     # Codes of a fused rotation may differ by one from the reference's; the interpreter truncates bfloat16.
     assert relative(y.cpu(), truth.cpu()) < {torch.float32: 2e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_low_rank_side_path_in_the_epilogue(dtype, device, quantised, relative, monkeypatch) -> None:
+    """One launch: the side path is not added after the product. float32 has no fused form and is added after it."""
+    from quant_loader.kernels.triton_ops import int8_gemm
+
+    torch.manual_seed(3)
+    layer = quantised("int8_tensorwise", torch.randn(40, 256) / 16, group=64)
+    tensors = {key: tensor.to(device) for key, tensor in layer.tensors.items()}
+    x, bias = torch.randn(2, 5, 256).to(dtype).to(device), torch.randn(40).to(device)
+    low_rank, up = torch.randn(2, 5, 24).to(dtype).to(device), torch.randn(40, 24).to(dtype).to(device)
+    passed = []
+    product = int8_gemm.int8_matmul
+    monkeypatch.setattr(int8_gemm, "int8_matmul", lambda *a, **k: passed.append(k["low_rank"]) or product(*a, **k))
+    operation = ladder_of_triton(layer, "auto")
+    y = operation(x, tensors, bias, low_rank, up)
+    assert kernels.retired() == {}
+    assert len(passed) == 1
+    assert passed[0].shape == (10, 24)
+    truth = kernels.reference_linear(x, layer.spec, tensors, bias) + low_rank.float() @ up.float().t()
+    assert relative(y.cpu(), truth.cpu()) < {torch.float32: 2e-4, torch.float16: 2e-3}[dtype]
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "float8_e4m3fn"])
