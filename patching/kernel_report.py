@@ -24,35 +24,49 @@ def planned(patcher: Any) -> list[Group]:
     return [_group(key, count) for key, count in sorted(counts.items())]
 
 
-def ran(patcher: Any) -> list[Group]:
-    """What each group of layers ran on since it was loaded, on any device, with the number of calls.
+Way = tuple[str, str, str, str, str, bool]
+"""A way to run a layer: format, backend, operator, execution, reason, slow."""
 
-    Layers that did not run are listed with 0 calls and their plan. Calls inside graphs of torch.compile are not among
-    them: see :func:`compiled_calls`.
+
+def calls_by_layer(model: Any) -> dict[str, dict[Way, int]]:
+    """Layer name -> how often it ran each way since it was loaded, on any device; {} for one that did not run.
+
+    ``model``: a patcher's ``model``. Reads counters only: no device is asked, and a run may go on meanwhile. Calls
+    inside graphs of torch.compile are not among them: see :func:`compiled_calls`.
     """
-    layers: Counter[tuple[Any, ...]] = Counter()
-    calls: Counter[tuple[Any, ...]] = Counter()
-    for module in packed_modules(patcher.model).values():
-        seen = False
+    found: dict[str, dict[Way, int]] = {}
+    for key, module in packed_modules(model).items():
+        calls: Counter[Way] = Counter()
         for operator in module.operators():
             plan = operator.plan
-            for backend, count in operator.stats.items():
+            for backend, count in list(operator.stats.items()):
                 reason = plan.reason
                 if backend != plan.backend:
                     reason = f"It took over from {plan.backend}, whose kernel failed: {_failure(plan.backend)}"
-                key = (module.spec.format, backend, plan.operator, plan.execution, reason, plan.slow)
-                layers[key] += 1
-                calls[key] += count
-                seen = True
-        for what, count in module.dense_calls.items():
-            key = (module.spec.format, "torch", what, "exact", _DENSE[what], what == PATCHED)
-            layers[key] += 1
-            calls[key] += count
-            seen = True
-        if not seen and not module.is_table:
+                calls[(module.spec.format, backend, plan.operator, plan.execution, reason, plan.slow)] += count
+        for what, count in list(module.dense_calls.items()):
+            calls[(module.spec.format, "torch", what, "exact", _DENSE[what], what == PATCHED)] += count
+        found[key.removesuffix(".weight")] = dict(calls)
+    return found
+
+
+def ran(patcher: Any) -> list[Group]:
+    """What each group of layers ran on since it was loaded (:func:`calls_by_layer`), with the number of calls.
+
+    Layers that did not run are listed with 0 calls and their plan.
+    """
+    layers: Counter[Way] = Counter()
+    calls: Counter[Way] = Counter()
+    modules = packed_modules(patcher.model)
+    for name, ways in calls_by_layer(patcher.model).items():
+        module = modules[f"{name}.weight"]
+        for way, count in ways.items():
+            layers[way] += 1
+            calls[way] += count
+        if not ways and not module.is_table:
             plan = module.operator(patcher.load_device).plan
             layers[(module.spec.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow)] += 1
-    return [_group(key, count) | {"calls": calls[key]} for key, count in sorted(layers.items())]
+    return [_group(way, count) | {"calls": calls[way]} for way, count in sorted(layers.items())]
 
 
 _DENSE = {
