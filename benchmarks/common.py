@@ -82,12 +82,16 @@ def cell(value: Cell) -> str:
 
 @dataclass
 class Table:
-    """Rows under columns. `note` says which way ratios go, how often was measured, and on what."""
+    """Rows under columns. `note` says which way ratios go, how often was measured, and on what.
+
+    A `collapsed` table is folded away on a page: for long lists.
+    """
 
     title: str
     columns: list[str]
     rows: list[list[Cell]]
     note: str = ""
+    collapsed: bool = False
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -105,8 +109,10 @@ class Table:
             "|" + "|".join("--:" if right else "---" for right in numeric) + "|",
             *("| " + " | ".join(map(cell, row)) + " |" for row in self.rows),
         ]
-        head = f"**{self.title}**\n\n" if self.title else ""
-        return head + "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
+        body = "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
+        if self.collapsed:
+            return f"<details><summary>{self.title}</summary>\n\n{body}\n\n</details>"
+        return (f"**{self.title}**\n\n" if self.title else "") + body
 
 
 @dataclass
@@ -408,11 +414,13 @@ def goals_table(goals: Sequence[Goal]) -> Table:
     return Table("Goals", ["goal", "target", "measured", ""], rows, missed)
 
 
-def command_line(run: Callable[[bool], Result], description: str | None, argv: Sequence[str] | None = None) -> int:
-    """Parses the options, runs, prints the tables, writes the JSON. Returns the exit code: 1 for wrong results."""
-    options = parser(description).parse_args(argv)
+def finish(measure: Callable[[], Result], options: argparse.Namespace) -> int:
+    """Measures, prints the tables, writes the JSON. Returns the exit code: 1 when results were wrong.
+
+    For benchmarks with options of their own on top of `parser`.
+    """
     try:
-        result = run(options.quick)
+        result = measure()
     except (Wrong, ChildFailed) as problem:
         say(f"failed: {problem}")
         return 1
@@ -423,3 +431,9 @@ def command_line(run: Callable[[bool], Result], description: str | None, argv: S
     for table in (*result.tables, *([goals_table(result.goals)] if result.goals else [])):
         print(table.markdown(), end="\n\n")
     return 0
+
+
+def command_line(run: Callable[[bool], Result], description: str | None, argv: Sequence[str] | None = None) -> int:
+    """The `main` of a benchmark: `finish` with the options that all have."""
+    options = parser(description).parse_args(argv)
+    return finish(lambda: run(options.quick), options)
