@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import common, files
+from . import common, runs
 
 FOLDER = "checkpoints"
 
@@ -36,8 +36,8 @@ class QuantLoaderCheckpoint(io.ComfyNode):  # type: ignore[misc]
         return await common.validated(FOLDER, [ckpt_name], rules)
 
     @classmethod
-    def fingerprint_inputs(cls, ckpt_name: str, **_: Any) -> str:
-        return files.fingerprint(FOLDER, ckpt_name)
+    def fingerprint_inputs(cls, ckpt_name: str, rules: str = "strict", execution: str = "auto") -> str:
+        return common.fingerprint(FOLDER, [ckpt_name], rules, execution)
 
     @classmethod
     def execute(cls, ckpt_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
@@ -49,4 +49,5 @@ class QuantLoaderCheckpoint(io.ComfyNode):  # type: ignore[misc]
         path = common.path_of(FOLDER, ckpt_name)
         model, clip, vae, report = load_checkpoint([path], rules, execution, embeddings)
         text = report_text(report, model, execution)
+        runs.handed_out(FOLDER, [ckpt_name], rules, execution, model=model, text_encoder=getattr(clip, "patcher", None))
         return common.shown(model, clip, vae, text, entry=report_entry(report, model))

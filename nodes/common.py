@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io
 
-from . import files
+from . import files, runs
 from .choices import EXECUTIONS, RULES
 from .refusal import refusal
 
@@ -62,6 +63,17 @@ async def validated(folder: str, names: list[Any], rules: Any) -> Any:
             if refused is not None:
                 return refused
     return True
+
+
+def fingerprint(folder: str, names: Sequence[Any], rules: Any, execution: Any) -> str:
+    """The answer of ``fingerprint_inputs`` for the chosen files: it changes when one of them does.
+
+    ComfyUI asks once at the start of every prompt, so this is where the figures of a run begin anew, whether the node
+    is executed or answered from the cache.
+    """
+    picked = [name for name in names if chosen(name)]
+    runs.begin(folder, picked, rules, execution)
+    return "; ".join(files.fingerprint(folder, name) for name in picked)
 
 
 def path_of(folder: str, name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import common, files
+from . import common, runs
 
 FOLDER = "controlnet"
 
@@ -31,8 +31,8 @@ class QuantLoaderControlNet(io.ComfyNode):  # type: ignore[misc]
         return await common.validated(FOLDER, [control_net_name], rules)
 
     @classmethod
-    def fingerprint_inputs(cls, control_net_name: str, **_: Any) -> str:
-        return files.fingerprint(FOLDER, control_net_name)
+    def fingerprint_inputs(cls, control_net_name: str, rules: str = "strict", execution: str = "auto") -> str:
+        return common.fingerprint(FOLDER, [control_net_name], rules, execution)
 
     @classmethod
     def execute(cls, control_net_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
@@ -40,4 +40,5 @@ class QuantLoaderControlNet(io.ComfyNode):  # type: ignore[misc]
 
         controlnet, report = load_controlnet([common.path_of(FOLDER, control_net_name)], rules, execution)
         patcher = getattr(controlnet, "control_model_wrapped", None)
+        runs.handed_out(FOLDER, [control_net_name], rules, execution, control_net=patcher)
         return common.shown(controlnet, report_text(report, patcher, execution), entry=report_entry(report, patcher))

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import common, files
+from . import common, runs
 
 FOLDER = "diffusion_models"
 
@@ -32,12 +32,13 @@ class QuantLoaderDiffusionModel(io.ComfyNode):  # type: ignore[misc]
         return await common.validated(FOLDER, [model_name], rules)
 
     @classmethod
-    def fingerprint_inputs(cls, model_name: str, **_: Any) -> str:
-        return files.fingerprint(FOLDER, model_name)
+    def fingerprint_inputs(cls, model_name: str, rules: str = "strict", execution: str = "auto") -> str:
+        return common.fingerprint(FOLDER, [model_name], rules, execution)
 
     @classmethod
     def execute(cls, model_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
         from ..patching.load import load_diffusion_model, report_entry, report_text
 
         model, report = load_diffusion_model([common.path_of(FOLDER, model_name)], rules, execution)
+        runs.handed_out(FOLDER, [model_name], rules, execution, model=model)
         return common.shown(model, report_text(report, model, execution), entry=report_entry(report, model))

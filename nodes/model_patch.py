@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import common, files
+from . import common, runs
 
 FOLDER = "model_patches"
 
@@ -31,12 +31,13 @@ class QuantLoaderModelPatch(io.ComfyNode):  # type: ignore[misc]
         return await common.validated(FOLDER, [name], rules)
 
     @classmethod
-    def fingerprint_inputs(cls, name: str, **_: Any) -> str:
-        return files.fingerprint(FOLDER, name)
+    def fingerprint_inputs(cls, name: str, rules: str = "strict", execution: str = "auto") -> str:
+        return common.fingerprint(FOLDER, [name], rules, execution)
 
     @classmethod
     def execute(cls, name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
         from ..patching.load import load_model_patch, report_entry, report_text
 
         patch, report = load_model_patch([common.path_of(FOLDER, name)], rules, execution)
+        runs.handed_out(FOLDER, [name], rules, execution, model_patch=patch)
         return common.shown(patch, report_text(report, patch, execution), entry=report_entry(report, patch))

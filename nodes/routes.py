@@ -2,6 +2,7 @@
 
     GET /quant-loader/check?folder=&file=&rules=              the check's report and a few figures (`check_answer`)
     GET /quant-loader/plan?folder=&file=&rules=&execution=    the kernel of each group of layers, with the reason
+    GET /quant-loader/ran?folder=&file=&rules=&execution=     what the layers of a loaded model did in the latest prompt
     GET /quant-loader/files                                   the checkpoint files of every folder that can be checked
 
 A file is named as ComfyUI's own lists name it; nothing else can be reached. Files are read in worker threads, a few at
@@ -22,13 +23,15 @@ from pathlib import PurePath
 from typing import Any
 
 from aiohttp import web
+from multidict import MultiMapping
 
 from ..checkpoint import LayerSpec, Report, check, shard_paths
-from . import files
+from . import files, runs
 from .choices import EXECUTIONS, FOLDERS, RULES
 
 ENDINGS = (".safetensors", ".sft", ".safetensors.index.json")
 MAX_NAME = 1024
+MAX_FILES = 4  # as many as a loader takes
 NAMED_LAYERS = 4
 
 # A restarted server may hold another version of the pack or other kernels: its answers are new even for an old file.
@@ -100,6 +103,15 @@ def plan_answer(folder: str, file: str, rules: str, execution: str) -> dict[str,
     return answer | _planned(report, execution)
 
 
+def ran_answer(loads: runs.Runs, folder: str, names: tuple[str, ...], rules: str, execution: str) -> dict[str, Any]:
+    """What the models did that a loader made of these files: one entry of ``parts`` each (:meth:`runs.Runs.figures`).
+
+    ``parts`` is empty when no loader of this server made a model of them, or when ComfyUI has dropped it.
+    """
+    parts = loads.figures(runs.Asked(folder, names, rules, execution))
+    return {"folder": folder, "files": list(names), "rules": rules, "execution": execution, "parts": parts}
+
+
 def files_answer() -> dict[str, Any]:
     """The files of every folder that can be checked, as ComfyUI lists them."""
     return {
@@ -110,8 +122,11 @@ def files_answer() -> dict[str, Any]:
     }
 
 
-def register(routes: web.RouteTableDef) -> None:
-    """Adds the routes to ComfyUI's table (``PromptServer.instance.routes``); called once, before the server starts."""
+def register(routes: web.RouteTableDef, loads: runs.Runs) -> None:
+    """Adds the routes to ComfyUI's table (``PromptServer.instance.routes``); called once, before the server starts.
+
+    ``loads``: what the server's loader nodes gave away.
+    """
     gate = Gate()
 
     async def answer(request: web.Request, job: Callable[[], tuple[str, Callable[[], dict[str, Any]]]]) -> web.Response:
@@ -149,6 +164,15 @@ def register(routes: web.RouteTableDef) -> None:
 
         return await answer(request, job)
 
+    @routes.get("/quant-loader/ran")
+    async def ran_route(request: web.Request) -> web.Response:
+        def job() -> tuple[str, Callable[[], dict[str, Any]]]:
+            folder, names, rules = _targets(request.query)
+            ran = ran_answer(loads, folder, names, rules, _choice(request.query, "execution", EXECUTIONS))
+            return f"ran {_json(ran)}", lambda: ran
+
+        return await answer(request, job)
+
     @routes.get("/quant-loader/files")
     async def files_route(request: web.Request) -> web.Response:
         def job() -> tuple[str, Callable[[], dict[str, Any]]]:
@@ -164,19 +188,29 @@ def register_on_server() -> None:
 
     instance = getattr(PromptServer, "instance", None)
     if instance is not None:
-        register(instance.routes)
+        loads = runs.Runs()
+        instance.app[runs.RUNS] = loads
+        register(instance.routes, loads)
 
 
-def _target(query: Mapping[str, str]) -> tuple[str, str, str]:
+def _target(query: MultiMapping[str]) -> tuple[str, str, str]:
     """(folder, file, rules) of a request, each one checked."""
+    folder, (file, *_), rules = _targets(query)
+    return folder, file, rules
+
+
+def _targets(query: MultiMapping[str]) -> tuple[str, tuple[str, ...], str]:
+    """The same for a request that may name several files."""
     folder = _choice(query, "folder", FOLDERS, default=None)
     rules = _choice(query, "rules", RULES)
-    file = query.get("file", "")
-    if not file or len(file) > MAX_NAME:
+    names = tuple(query.getall("file", []))
+    if not names or len(names) > MAX_FILES or any(not name or len(name) > MAX_NAME for name in names):
         raise RequestError(400, "The request names no file: file=... is missing, or longer than a file name can be.")
-    if file not in files.names(folder):
-        raise RequestError(404, files.not_found(folder, _printable(file)))
-    return folder, file, rules
+    listed = files.names(folder)
+    for name in names:
+        if name not in listed:
+            raise RequestError(404, files.not_found(folder, _printable(name)))
+    return folder, names, rules
 
 
 def _choice(query: Mapping[str, str], key: str, values: tuple[str, ...], default: str | None = "") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import common, files
+from . import common, runs
 
 FOLDER = "text_encoders"
 NAMES = ("clip_name1", "clip_name2", "clip_name3", "clip_name4")
@@ -73,7 +73,8 @@ class QuantLoaderTextEncoder(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        return "; ".join(files.fingerprint(FOLDER, inputs[n]) for n in NAMES if common.chosen(inputs.get(n)))
+        names = [inputs.get(name) for name in NAMES]
+        return common.fingerprint(FOLDER, names, inputs.get("rules", "strict"), inputs.get("execution", "auto"))
 
     @classmethod
     def execute(
@@ -95,4 +96,5 @@ class QuantLoaderTextEncoder(io.ComfyNode):  # type: ignore[misc]
         embeddings = folder_paths.get_folder_paths("embeddings")
         clip, reports = load_text_encoder(paths, type, rules, execution, embeddings)
         text = report_text(reports, clip.patcher, execution)
+        runs.handed_out(FOLDER, names, rules, execution, text_encoder=clip.patcher)
         return common.shown(clip, text, entry=report_entry(reports, clip.patcher))

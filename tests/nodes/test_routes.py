@@ -24,7 +24,7 @@ import comfy.cli_args
 
 comfy.cli_args.args.cpu = True  # before anything of ComfyUI looks for a device
 import folder_paths  # noqa: E402
-from quant_loader.nodes import routes  # noqa: E402
+from quant_loader.nodes import routes, runs  # noqa: E402
 
 Client = TestClient[web.Request, web.Application]
 SOUND, DIALECT, REFUSED = "sound.safetensors", "dialect.safetensors", "refused.safetensors"
@@ -58,7 +58,7 @@ def ask(work: Callable[[Client], Awaitable[Any]]) -> Any:
 
     async def served() -> Any:
         table = web.RouteTableDef()
-        routes.register(table)
+        routes.register(table, runs.Runs())
         application = web.Application()
         application.add_routes(table)
         async with TestClient(TestServer(application)) as client:
@@ -145,7 +145,7 @@ def test_what_json_cannot_say_becomes_words() -> None:
         "sound.safetensors\x00.txt",
     ],
 )
-@pytest.mark.parametrize("route", ["check", "plan"])
+@pytest.mark.parametrize("route", ["check", "plan", "ran"])
 def test_only_listed_files_can_be_reached(folder: Path, route: str, file: str) -> None:
     assert (folder.parent / "outside.safetensors").is_file(), "there is something to reach"
     status, answer, _ = get(route, folder="diffusion_models", file=file)
@@ -183,6 +183,26 @@ def test_plan_groups_layers_with_a_reason(folder: Path) -> None:
     assert get("plan", folder="diffusion_models", file=REFUSED)[1]["groups"] == [], "nothing would run it"
 
 
+def test_what_ran_is_asked_by_all_files_of_a_loader(folder: Path) -> None:
+    async def work(client: Client) -> list[Any]:
+        answers = []
+        for names in ([SOUND], [SOUND, NESTED], [SOUND, "gone.safetensors"], [SOUND] * 5):
+            query = [("folder", "diffusion_models"), ("execution", "exact"), *(("file", name) for name in names)]
+            async with client.get("/quant-loader/ran", params=query) as answer:
+                answers.append((answer.status, await answer.json()))
+        return answers
+
+    one, two, gone, five = ask(work)
+    assert one == (
+        200,
+        {"folder": "diffusion_models", "files": [SOUND], "rules": "strict", "execution": "exact", "parts": []},
+    )
+    assert (two[0], two[1]["files"]) == (200, [SOUND, NESTED])
+    assert gone[0] == 404
+    assert "gone.safetensors" in gone[1]["error"]
+    assert five[0] == 400
+
+
 def test_files_lists_every_folder_as_comfyui_does(folder: Path) -> None:
     _, answer, _ = get("files")
     listed = {entry["folder"]: entry["files"] for entry in answer["folders"]}
@@ -205,7 +225,7 @@ def test_an_unchanged_file_answers_304_and_a_changed_one_does_not(folder: Path) 
 
 def test_the_routes_are_read_only(folder: Path) -> None:
     async def work(client: Client) -> list[int]:
-        paths = [f"/quant-loader/{route}" for route in ("check", "plan", "files")]
+        paths = [f"/quant-loader/{route}" for route in ("check", "plan", "ran", "files")]
         return [(await client.request(method, path)).status for path in paths for method in ("POST", "PUT", "DELETE")]
 
     assert set(ask(work)) == {405}
