@@ -26,9 +26,9 @@ TWIN, OTHER_TWIN = "double_blocks.0.img_mlp.0", "double_blocks.0.txt_mlp.0"  # t
 FORMATS = ("int8_scalar", "int8_row", "int8_convrot", "fp8", "mxfp8", "nvfp4", "convrot_w4a4")
 NOT_IN_STOCK = ("asym_w4a8", "quanto_int8")  # ComfyUI 0.30 loads no file of these, however sound
 
-Proof = Literal["header", "deep", "none", "sound"]
-"""What can be known of a case: the header (with markers and row scales) proves it; the deep check tells; nothing in the
-file shows it; nothing is wrong."""
+Proof = Literal["header", "model", "deep", "none", "sound"]
+"""What can be known of a case: the header (with markers and row scales) proves it; the file contradicts itself nowhere,
+but it is not the model that it says; the deep check tells; nothing shows it; nothing is wrong."""
 
 
 @dataclass
@@ -273,27 +273,42 @@ def shaped(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damag
 
 
 def value(suffix: str, number: float) -> Damage:
-    """One element (the first) of a tensor set."""
+    """The first half of a tensor (of a single value: all of it) set to a number."""
 
     def damage(draft: Draft) -> None:
         tensor = draft.get(suffix).clone()
         flat = tensor.reshape(-1)
-        flat[0] = torch.tensor(number).to(tensor.dtype)
+        flat[: (flat.numel() + 1) // 2] = torch.tensor(number).to(tensor.dtype)
         draft.put(suffix, flat.reshape(tensor.shape))
 
     return damage
 
 
 def byte(suffix: str, code: int) -> Damage:
-    """One byte of a tensor set, far from its padding."""
+    """64 bytes of a tensor set."""
 
     def damage(draft: Draft) -> None:
         tensor = draft.get(suffix)
         raw = tensor.clone().view(torch.uint8).reshape(-1)
-        raw[raw.numel() // 3 : raw.numel() // 3 + 64] = code
+        raw[raw.numel() // 3 :][:64] = code
         draft.put(suffix, raw.view(tensor.dtype).reshape(tensor.shape))
 
     return damage
+
+
+def sign_bits(suffix: str) -> Damage:
+    """The top bit of every byte set."""
+
+    def damage(draft: Draft) -> None:
+        tensor = draft.get(suffix)
+        draft.put(suffix, (tensor.view(torch.uint8) | 0x80).view(tensor.dtype))
+
+    return damage
+
+
+def absent(draft: Draft) -> None:
+    """Nothing of the layer is in the file."""
+    draft.tensors = {name: tensor for name, tensor in draft.tensors.items() if not name.startswith(f"{LAYER}.")}
 
 
 def inverted(suffix: str) -> Damage:
@@ -543,6 +558,13 @@ def _weights() -> Iterator[Case]:
     for base in ("int8_scalar", "int8_row", "int8_convrot", "convrot_w4a4"):
         yield Case(f"{base}-weight-u8", base, "weight as U8", viewed("weight", torch.uint8))
         yield Case(f"{base}-weight-bf16", base, "codes as BF16", cast("weight", torch.bfloat16))
+    yield Case("int8_scalar-weight-transposed", "int8_scalar", "weight transposed", shaped("weight", torch.t))
+    yield Case("fp8-weight-short", "fp8", "weight a row short", shaped("weight", lambda w: w[:-1]))
+    for base in ("int8_scalar", "fp8"):
+        half = shaped("weight", lambda w: w[:, :128])
+        yield Case(f"{base}-weight-half", base, "half the columns", half, "model")
+    for base in FORMATS:
+        yield Case(f"{base}-absent", base, "nothing of the layer in the file", absent, "model")
     yield Case("nvfp4-weight-i8", "nvfp4", "weight as I8", viewed("weight", torch.int8))
     yield Case("fp8-weight-e5m2", "fp8", "weight as F8_E5M2", viewed("weight", torch.float8_e5m2))
     yield Case("fp8-weight-bytes", "fp8", "weight as U8", viewed("weight", torch.uint8))
@@ -602,7 +624,7 @@ def _values() -> Iterator[Case]:
     yield Case("nvfp4-row-by-row", "nvfp4", "block scales not in tiles", row_by_row, "deep", layer=None)
     yield Case("mxfp8-row-by-row", "mxfp8", "block scales not in tiles", row_by_row, "deep", layer=None)
     yield Case("nvfp4-block-nan", "nvfp4", "NaN among the block scales", byte("weight_scale", 0x7F), "deep")
-    yield Case("nvfp4-block-negative", "nvfp4", "negative block scales", byte("weight_scale", 0xB0), "deep")
+    yield Case("nvfp4-block-negative", "nvfp4", "negative block scales", sign_bits("weight_scale"), "deep")
     yield Case("mxfp8-block-nan", "mxfp8", "NaN among the block scales", byte("weight_scale", 0xFF), "deep")
     yield Case("int8_row-hole", "int8_row", "128 KiB of zeros in the weight", hole, "deep", layer=WIDE)
     yield Case("fp8-hole", "fp8", "128 KiB of zeros in the weight", hole, "deep", layer=WIDE)
@@ -614,7 +636,7 @@ def _values() -> Iterator[Case]:
     yield Case(
         "int8_row-scales-exchanged", "int8_row", "scales of two layers exchanged", exchanged("weight_scale"), "none"
     )
-    yield Case("w4a4-scales-reversed", "convrot_w4a4", "row scales in reverse", reversed_rows("weight_scale"), "none")
+    yield Case("int8_row-scales-reversed", "int8_row", "row scales in reverse", reversed_rows("weight_scale"), "none")
     yield Case(
         "fp8-weights-exchanged", "fp8", "weights of two layers exchanged", exchanged("weight"), "none", layer=None
     )
