@@ -4,9 +4,9 @@ import { app } from "../../../scripts/app.js";
 import { h, icon } from "./dom.js";
 import { fileView } from "./file_view.js";
 import { openTable } from "./layer_table.js";
-import { chooseValue, keyOf, subjectsOf, upstream } from "./nodes.js";
-import { ranView } from "./ran.js";
-import { fetchCheck, fetchPlan } from "./server.js";
+import { chooseValue, keyOf, loadOf, subjectsOf } from "./nodes.js";
+import { figuresView, reportView } from "./ran.js";
+import { fetchCheck, fetchPlan, fetchRan } from "./server.js";
 import { settings } from "./settings.js";
 import { t } from "./words.js";
 
@@ -29,7 +29,8 @@ export class NodePanel {
     this.node = node;
     this.entry = entry;
     this.views = new Map();
-    this.ran = null;
+    this.ran = null; // the server's figures of the latest run
+    this.report = null; // what the node itself reported when it was executed
     this.refusal = "";
     this.height = 0;
     this.settled = false;
@@ -56,13 +57,7 @@ export class NodePanel {
     }
     chain(node, "onConfigure", () => this.refresh());
     chain(node, "onConnectionsChange", () => queueMicrotask(() => this.refresh()));
-    chain(node, "onExecuted", (output) => {
-      this.showRan(output?.quant_loader);
-      if (entry.files.length > 0) return;
-      // A report node speaks of the model that a loader made: the loader's panel says it too.
-      const sources = upstream(node);
-      for (const panel of panels) if (sources.includes(panel.node)) panel.showRan(output?.quant_loader);
-    });
+    chain(node, "onExecuted", (output) => this.#showReport(output?.quant_loader));
     chain(node, "onAdded", () => {
       panels.add(this);
       this.refresh();
@@ -70,6 +65,7 @@ export class NodePanel {
     chain(node, "onRemoved", () => {
       panels.delete(this);
       this.views.forEach((view) => view.abort?.abort());
+      this.ranAbort?.abort();
     });
     if (node.graph) panels.add(this);
     // The workflow's values arrive after this call.
@@ -89,13 +85,14 @@ export class NodePanel {
       this.views.delete(key);
       changed = true;
     }
-    if (changed) this.ran = null;
+    if (changed) this.#forgetRun();
     for (const subject of subjects) {
       const key = keyOf(subject);
       let view = this.views.get(key);
       if (!view) {
         view = { subject };
         this.views.set(key, view);
+        this.#forgetRun();
         changed = true;
       }
       if (!subject.linked && !view.abort) void this.#ask(view);
@@ -110,6 +107,7 @@ export class NodePanel {
       const answers = [
         fetchCheck(view.subject, { signal, known: view.checkTag }).then((answer) => {
           if (!answer) return;
+          if (view.checkTag) this.ran = null; // another file under the old name: it has not run yet
           Object.assign(view, { check: answer.body, checkTag: answer.tag, error: null });
           this.#endRefusal();
           this.draw();
@@ -127,6 +125,8 @@ export class NodePanel {
         view.error = null;
         this.draw();
       }
+      // After the verdict, which must not wait for it.
+      if (!this.ranTag) void this.askRan();
     } catch (error) {
       // What is known stays while the server restarts or is busy; the next look asks again.
       if (signal.aborted || (view.check && error.passing)) return;
@@ -160,10 +160,34 @@ export class NodePanel {
     this.node.graph?.setDirtyCanvas?.(true, true);
   }
 
-  /** What a run reported: the `quant_loader` entries of the node's output. */
-  showRan(entries) {
-    if (!entries) return;
-    this.ran = entries;
+  /** Asks what the models that this node made did in the latest run. */
+  async askRan() {
+    const load = loadOf(this.entry, subjectsOf(this.node, this.entry));
+    if (!load || !settings.showPanel()) return;
+    this.ranAbort?.abort();
+    this.ranAbort = new AbortController();
+    const { signal } = this.ranAbort;
+    try {
+      const answer = await fetchRan(load, { signal, known: this.ranTag });
+      if (!answer || signal.aborted) return;
+      this.ran = answer.body.parts;
+      this.ranTag = answer.tag;
+      this.drawSoon();
+    } catch (error) {
+      // The panel says by the check what is wrong; figures come with the next run.
+      if (!signal.aborted) console.debug("Quant Loader: no figures of the latest run,", error.message);
+    }
+  }
+
+  #forgetRun() {
+    this.ranAbort?.abort();
+    Object.assign(this, { ran: null, ranTag: null, report: null });
+  }
+
+  /** The `quant_loader` entries of the node's output; told of a file that arrived by a link, or by a node without files. */
+  #showReport(entries) {
+    if (!entries || subjectsOf(this.node, this.entry).some((subject) => !subject.linked)) return;
+    this.report = entries;
     this.draw();
   }
 
@@ -201,7 +225,9 @@ export class NodePanel {
     const files = views.flatMap((view) => h("div", { class: "ql-file-view" }, fileView(view, actionsOf(view), views.length > 1)));
     if (files.length > 0) parts.push(...files);
     else if (this.entry.files.length > 0) parts.push(h("p", { class: "ql-muted" }, t("state.nothing")));
-    if (this.ran) parts.push(ranView(this.ran));
+    // Figures of an earlier run would contradict "the last run was stopped here".
+    if (this.ran?.length && !this.refusal) parts.push(figuresView(this.ran, views.length === 1 ? views[0].plan : null));
+    if (this.report) parts.push(reportView(this.report));
     // Screen readers hear the verdict when it changes, not the whole panel.
     const verdicts = views.filter((view) => view.check).map((view) => `${view.subject.file}: ${t(`verdict.${view.check.verdict}`)}`);
     this.#announce([this.refusal && t("run.refused"), ...verdicts].filter(Boolean).join(". "));

@@ -9,8 +9,8 @@ export const NODES = {
   },
   QuantLoaderControlNet: { folder: "controlnet", files: ["control_net_name"] },
   QuantLoaderModelPatch: { folder: "model_patches", files: ["name"] },
-  QuantLoaderInspect: { folderWidget: "folder", files: ["file"] },
-  QuantLoaderKernelReport: { files: [] }, // shows what ran, checks nothing
+  QuantLoaderInspect: { folderWidget: "folder", files: ["file"], loads: false },
+  QuantLoaderKernelReport: { files: [], loads: false }, // shows what ran, checks nothing
 };
 
 // What an optional file widget holds when no file is chosen.
@@ -52,11 +52,11 @@ export function subjectsOf(node, entry) {
   return subjects;
 }
 
-/** The nodes that a node's first input leads back to, nearest first: LoRA and other model nodes, and the loader at the end. */
-export function upstream(node) {
-  const found = [];
-  for (let at = node.getInputNode?.(0); at && !found.includes(at); at = at.getInputNode?.(0)) found.push(at);
-  return found;
+/** What the node's models are known by once they are loaded; null for a node that loads none, or not yet known files. */
+export function loadOf(entry, subjects) {
+  if (entry.loads === false || subjects.length === 0 || subjects.some((subject) => subject.linked)) return null;
+  const [{ folder, rules, execution }] = subjects;
+  return { folder, files: subjects.map((subject) => subject.file), rules, execution };
 }
 
 /** A name for a subject that changes exactly when another question must be asked. */

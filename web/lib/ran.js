@@ -1,7 +1,4 @@
-// What ran: the `quant_loader` entries in a node's output after it was executed.
-//
-// An entry is { summary, groups: [{ format, backend, operator, execution, reason, slow, count, calls }] }, or the same as
-// JSON text. A loader's groups have no `calls`: they are planned, and have not run yet.
+// What ran: the server's figures of the latest run under a loader, and the text of a node that reports by itself.
 
 import { h, icon } from "./dom.js";
 import { formatName } from "./figures.js";
@@ -9,16 +6,18 @@ import { t } from "./words.js";
 
 const SHOWN = 8;
 
-function parse(entry) {
-  if (typeof entry !== "string") return entry;
-  try {
-    return JSON.parse(entry);
-  } catch {
-    return { summary: entry };
-  }
-}
+const kernel = (group) => [group.backend, group.operator].filter(Boolean).join(" ");
 
-function row(group) {
+/** The first names of `count` layers. */
+const names = (layers, count) =>
+  h(
+    "div",
+    { class: "ql-layers" },
+    layers.flatMap((name, index) => [index > 0 && ", ", h("span", { class: "ql-name" }, name)]),
+    count > layers.length && h("span", { class: "ql-muted" }, ` ${t("more.names", { count: count - layers.length })}`),
+  );
+
+function row(group, { named = false, reason = true } = {}) {
   const calls = group.calls === undefined ? "" : ` · ${t("ran.calls", { count: group.calls })}`;
   return h(
     "li",
@@ -29,26 +28,91 @@ function row(group) {
       group.slow && [icon("warning"), " "],
       h("b", {}, `${group.count} × ${formatName(group.format)}`),
       h("span", { class: "ql-muted" }, " → "),
-      [group.backend, group.operator].filter(Boolean).join(" "),
+      kernel(group),
       calls,
     ),
-    group.reason && h("div", { class: "ql-reason" }, group.reason),
+    named && names(group.layers, group.count),
+    reason && group.reason && h("div", { class: "ql-reason" }, group.slow ? `${t("plan.why")}: ${group.reason}` : group.reason),
   );
 }
 
-/** Whether the entries tell of calls: a loader's entry only says what it planned, as the panel does already. */
-const hasRun = (entry) => (entry.groups ?? []).some((group) => group.calls !== undefined);
+/** "10 INT8 · 3 NVFP4 · 0 dequantised": how many layers computed in which arithmetic. */
+function kinds(part) {
+  const counts = new Map();
+  let lookups = 0;
+  for (const group of part.groups) {
+    if (group.lookup) lookups += group.count;
+    if (group.lookup || group.execution === "exact") continue;
+    const kind = group.execution === "int8" ? "INT8" : formatName(group.format);
+    counts.set(kind, (counts.get(kind) ?? 0) + group.count);
+  }
+  return [
+    ...[...counts].map(([kind, count]) => `${count} ${kind}`),
+    lookups > 0 && t("ran.lookup", { count: lookups }),
+    t("ran.dequantised", { count: part.dequantised }),
+    t("ran.calls", { count: part.calls }),
+  ]
+    .filter(Boolean)
+    .join(" · ");
+}
 
-export function ranView(entries) {
-  const list = (Array.isArray(entries) ? entries : [entries]).map(parse).filter(Boolean);
+function partView(part, plan, titled) {
+  // The plan above names the kernel of every layer already: what went as planned and fast is not said twice.
+  const planned = new Set((plan?.groups ?? []).map((group) => `${group.format} ${kernel(group)} ${group.reason}`));
+  const told = (group) => planned.has(`${group.format} ${kernel(group)} ${group.reason}`);
+  const loud = part.groups.filter((group) => group.slow || (group.execution === "exact" && !group.lookup) || !told(group));
+  const hidden = Math.max(loud.length - SHOWN, 0) + part.more_groups;
+  return [
+    titled && h("h5", {}, t(`part.${part.part}`)),
+    part.ran === 0 ? h("p", { class: "ql-muted" }, t("ran.none")) : h("p", { class: "ql-ran-line" }, h("b", {}, t("ran.headline", { ran: part.ran, all: part.layers })), ` · ${kinds(part)}`),
+    h(
+      "ul",
+      {},
+      loud.slice(0, SHOWN).map((group) => row(group, { named: group.slow || group.execution === "exact", reason: !told(group) })),
+      hidden > 0 && h("li", { class: "ql-muted" }, t("more.groups", { count: hidden })),
+      part.loaded_dequantised.map((group) =>
+        h("li", {}, h("div", {}, h("b", {}, `${group.count} × `), t("ran.loading")), names(group.layers, group.count), h("div", { class: "ql-reason" }, group.reason)),
+      ),
+      part.warnings.map((sentence) => h("li", { class: "ql-slow" }, icon("warning"), " ", sentence)),
+    ),
+  ];
+}
+
+/** The figures of a loader's models (`parts` of /quant-loader/ran); null when nothing was loaded. */
+export function figuresView(parts, plan) {
+  if (parts.length === 0) return null;
   return h(
     "section",
     { class: "ql-ran" },
-    h("h4", {}, t(list.some(hasRun) ? "ran.title" : "ran.loaded")),
+    h("h4", {}, t("ran.title", { device: parts[0].device })),
+    parts.map((part) => partView(part, plan, parts.length > 1)),
+  );
+}
+
+function parse(entry) {
+  if (typeof entry !== "string") return entry;
+  try {
+    return JSON.parse(entry);
+  } catch {
+    return { summary: entry };
+  }
+}
+
+/**
+ * The `quant_loader` entries in a node's output, each { summary, groups: [{ format, backend, operator, execution,
+ * reason, slow, count, calls }] } or the same as JSON text. Groups without `calls` are planned, and not shown.
+ */
+export function reportView(entries) {
+  const list = (Array.isArray(entries) ? entries : [entries]).map(parse).filter(Boolean);
+  const counted = (entry) => (entry.groups ?? []).filter((group) => group.calls !== undefined);
+  return h(
+    "section",
+    { class: "ql-ran" },
+    h("h4", {}, t("ran.report")),
     list.map((entry) => [
       entry.summary && h("p", { class: "ql-summary" }, entry.summary),
-      hasRun(entry) && h("ul", {}, entry.groups.slice(0, SHOWN).map(row)),
-      hasRun(entry) && entry.groups.length > SHOWN && h("p", { class: "ql-muted" }, t("more.groups", { count: entry.groups.length - SHOWN })),
+      counted(entry).length > 0 && h("ul", {}, counted(entry).slice(0, SHOWN).map((group) => row(group))),
+      counted(entry).length > SHOWN && h("p", { class: "ql-muted" }, t("more.groups", { count: counted(entry).length - SHOWN })),
     ]),
   );
 }

@@ -1,4 +1,4 @@
-// A refused run: the server's node errors reach the panels, and one toast says the verdict.
+// Runs: a refused one's node errors reach the panels, and one toast says the verdict; after one that ended, they ask what ran.
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
@@ -40,6 +40,9 @@ function report(panels, nodeErrors) {
 }
 
 export function followRuns(panels) {
+  for (const event of ["execution_success", "execution_error", "execution_interrupted"]) {
+    api.addEventListener(event, () => panels.forEach((panel) => void panel.askRan()));
+  }
   let looking = null;
   const stop = () => {
     clearInterval(looking);

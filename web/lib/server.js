@@ -15,7 +15,7 @@ export class ServerError extends Error {
   }
 }
 
-/** { body, tag } of an answer, or null where it still has the tag `known`. */
+/** { body, tag } of an answer, or null where it still has the tag `known`. `parameters`: an object, or pairs. */
 async function ask(route, parameters, { signal, known } = {}) {
   let answer;
   try {
@@ -43,4 +43,6 @@ async function ask(route, parameters, { signal, known } = {}) {
 export const fetchCheck = ({ folder, file, rules }, options) => ask("check", { folder, file, rules }, options);
 export const fetchPlan = ({ folder, file, rules, execution }, options) =>
   ask("plan", { folder, file, rules, execution }, options);
+export const fetchRan = ({ folder, files, rules, execution }, options) =>
+  ask("ran", [["folder", folder], ...files.map((file) => ["file", file]), ["rules", rules], ["execution", execution]], options);
 export const fetchFiles = (options) => ask("files", {}, options);
