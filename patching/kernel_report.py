@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .. import kernels
+from ..kernels import calls as operator_calls
+from ..kernels import retired
 from .ops import DENSE, LOOKUP, PATCHED
 from .patcher import context_of, packed_modules
 
@@ -77,7 +78,7 @@ _DENSE = {
 
 
 def _failure(backend: str) -> str:
-    return next((why for (_, name), why in kernels.retired().items() if name == backend), "no reason recorded")
+    return next((why for (_, name), why in retired().items() if name == backend), "no reason recorded")
 
 
 def _group(key: tuple[Any, ...], count: int) -> Group:
@@ -87,7 +88,7 @@ def _group(key: tuple[Any, ...], count: int) -> Group:
 
 def compiled_calls(patcher: Any) -> int:
     """Linears of this process that no layer of this model counted: inside compiled graphs, and of other models."""
-    total = sum(count for (operator, _), count in kernels.calls().items() if "_linear" in operator)
+    total = sum(count for (operator, _), count in operator_calls().items() if "_linear" in operator)
     counted: int = sum(group["calls"] for group in ran(patcher) if group["operator"] not in _DENSE)
     return max(0, total - counted)
 

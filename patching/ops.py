@@ -15,9 +15,8 @@ import comfy.model_management
 import comfy.ops
 import torch
 
-from .. import kernels
 from ..checkpoint import LayerSpec
-from ..kernels import Mode
+from ..kernels import Mode, device_facts, embedding, prepare
 from . import guard
 from .packed import LAYOUT, as_stored, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
@@ -95,8 +94,8 @@ class _Packable:
         found = self._operators.get(key)
         if found is None:
             assert self.spec is not None
-            facts = kernels.device_facts(device)
-            found = kernels.prepare(self.spec, facts, self.context.execution)
+            facts = device_facts(device)
+            found = prepare(self.spec, facts, self.context.execution)
             self._operators[key] = found
         return found
 
@@ -299,7 +298,7 @@ def operations(context: LoadContext) -> Any:
                 if side is not None and (side.exact or side.fused):
                     return torch.nn.functional.embedding(ids, side.patch(self._dense(weight)))
                 if is_packed(weight) and self.spec is not None:
-                    rows = kernels.embedding(ids, self.spec, plain_tensors(weight))[..., : self.embedding_dim]
+                    rows = embedding(ids, self.spec, plain_tensors(weight))[..., : self.embedding_dim]
                 else:
                     rows = torch.nn.functional.embedding(ids, weight)
                 return rows if side is None else side.add_rows(ids, rows)

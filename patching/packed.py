@@ -17,23 +17,12 @@ from typing import Any
 import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 
-from .. import kernels
 from ..checkpoint import LayerSpec
+from ..checkpoint.layer import SCALE_SUFFIXES
+from ..kernels import dequantize
 from ..kernels.spec import Spec
 
 LAYOUT = "QuantLoaderPackedLayout"
-
-# Suffix in the file -> field of PackedParams. "weight" itself is the tensor's qdata.
-COMPANIONS = (
-    "weight_scale",
-    "weight_scale_2",
-    "input_scale",
-    "pre_quant_scale",
-    "weight_s_rel",
-    "weight_s_channel",
-    "weight_codebook",
-    "weight_correction",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +103,10 @@ class PackedParams:
             getattr(self, name).copy_(tensor, non_blocking=non_blocking)
         for name in ("declaration", "orig_dtype", "orig_shape"):
             object.__setattr__(self, name, getattr(src, name))
+
+
+# The tensors beside "weight" (the codes), by their suffix in a standard file: each is a field of PackedParams.
+COMPANIONS = tuple(suffix for suffix in SCALE_SUFFIXES if suffix in PackedParams.__dataclass_fields__)
 
 
 _rearranged: ContextVar[set[str] | None] = ContextVar("_rearranged", default=None)
@@ -209,7 +202,7 @@ def dense_weight(spec: Spec | None, tensors: Mapping[str, torch.Tensor], shape: 
     A format's padding is cut off, and smoothing (``pre_quant_scale``, which multiplies the input) is folded in.
     """
     assert spec is not None
-    dense = kernels.dequantize(spec, tensors)
+    dense = dequantize(spec, tensors)
     smooth = tensors.get("pre_quant_scale")
     if smooth is not None:
         dense = dense[:, : smooth.numel()] * smooth.to(torch.float32).flatten()
