@@ -116,7 +116,8 @@ def sdxl_layout() -> Tensors:
         device="meta",
         operations=comfy.ops.disable_weight_init,
     )
-    return unet.state_dict()
+    layout: Tensors = unet.state_dict()
+    return layout
 
 
 def sd15(seed: int = 4) -> Tensors:
@@ -218,24 +219,92 @@ T5_OPTIONS: dict[str, Any] = {
 
 def clip_l(seed: int = 10) -> Tensors:
     """CLIP-L's text model with two layers, 256 wide, and the full vocabulary."""
-    from comfy.clip_model import CLIPTextModel
-
-    config = {"max_position_embeddings": 77, "vocab_size": 49408, "hidden_act": "quick_gelu", "eos_token_id": 49407}
-    return _encoder(CLIPTextModel, {**config, **CLIP_L_OPTIONS["model_config"]}, seed)
+    return _clip_l(seed, **CLIP_L_OPTIONS["model_config"])
 
 
 def t5_base(seed: int = 11) -> Tensors:
     """T5's encoder with two layers, 256 wide, and the full vocabulary."""
+    return _t5(seed, **T5_OPTIONS["t5base_model_config"])
+
+
+def clip_l_whole(seed: int = 12) -> Tensors:
+    """CLIP-L's text model in its real size (123 M weights): loader nodes take no options for a tiny one."""
+    return _clip_l(seed, hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12)
+
+
+def t5_base_whole(seed: int = 13) -> Tensors:
+    """T5's encoder in the real size of its base version (110 M weights)."""
+    return _t5(seed, d_model=768, d_ff=3072, d_kv=64, num_heads=12, num_layers=12)
+
+
+def _clip_l(seed: int, **sizes: Any) -> Tensors:
+    from comfy.clip_model import CLIPTextModel
+
+    config = {"max_position_embeddings": 77, "vocab_size": 49408, "hidden_act": "quick_gelu", "eos_token_id": 49407}
+    return _encoder(CLIPTextModel, {**config, **sizes}, seed)
+
+
+def _t5(seed: int, **sizes: Any) -> Tensors:
     from comfy.text_encoders.t5 import T5
 
     config = {"dense_act_fn": "relu", "is_gated_act": False, "model_type": "t5", "vocab_size": 32128}
-    return _encoder(T5, {**config, **T5_OPTIONS["t5base_model_config"]}, seed)
+    return _encoder(T5, {**config, **sizes}, seed)
 
 
 def _encoder(model_class: Any, config: dict[str, Any], seed: int) -> Tensors:
     import comfy.ops
 
     return randomised(model_class(config, torch.bfloat16, "cpu", comfy.ops.disable_weight_init), seed)
+
+
+# Autoencoders
+
+
+def kl_vae(seed: int = 14) -> Tensors:
+    """Stable Diffusion's autoencoder with a decoder of a quarter of the width, under the names that diffusers gives.
+
+    There the query, key, value and output of its two attention layers are linears, which a quantiser can pack;
+    ComfyUI turns them into 1 x 1 convolutions.
+    """
+    from comfy.diffusers_convert import vae_conversion_map
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    encoder = {
+        "double_z": True,
+        "z_channels": 4,
+        "resolution": 256,
+        "in_channels": 3,
+        "out_ch": 3,
+        "ch": 128,
+        "ch_mult": [1, 2, 4, 4],
+        "num_res_blocks": 2,
+        "attn_resolutions": [],
+        "dropout": 0.0,
+    }
+    vae = AutoencoderKL(ddconfig=encoder, decoder_ddconfig={**encoder, "ch": 32}, embed_dim=4)
+    attention = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+    out: Tensors = {}
+    for key, value in randomised(vae, seed).items():
+        name, tensor = key, value
+        if ".attn_1." in name:
+            prefix, part, kind = name.rsplit(".", 2)
+            name = f"{prefix}.{attention[part]}.{kind}"
+            tensor = tensor.flatten(1) if tensor.dim() == 4 else tensor
+        for ours, theirs in vae_conversion_map:
+            name = name.replace(ours, theirs)
+        out[name] = tensor
+    # Small: the decoder's output is a picture in -1..1, and random weights would saturate it.
+    out["decoder.conv_out.weight"] *= 0.1
+    return out
+
+
+def video_taesd(seed: int = 15) -> Tensors:
+    """The tiny autoencoder for Wan's latents (TAEHV)."""
+    from comfy.taesd.taehv import TAEHV
+
+    tensors = randomised(TAEHV(latent_channels=16), seed)
+    # Its blocks add to what they are given, without a norm between them.
+    return {name: tensor * 0.5 if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
 
 
 def linears(tensors: Tensors, multiple: int = 1, smallest: int = 64) -> list[str]:

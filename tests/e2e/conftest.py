@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from quant_loader.demo import fixtures, pictures, quantize, workflows
 from quant_loader.demo.client import PromptRun
 from quant_loader.demo.comfy_cli import ComfyCli
+from quant_loader.demo.paths import comfyui_tree
 from quant_loader.demo.server import ComfyServer
 
 Render = Callable[..., tuple[PromptRun, torch.Tensor]]
@@ -33,6 +36,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def unstarted(base: Path) -> ComfyServer:
+    nodes = base / "custom_nodes"
+    nodes.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).with_name("support_nodes.py"), nodes / "quant_loader_test_support.py")
     return ComfyServer(base)
 
 
@@ -71,6 +77,17 @@ def unusable(unstarted: ComfyServer) -> list[str]:
 def server(unstarted: ComfyServer, tensors: quantize.Tensors, unusable: list[str]) -> Iterator[ComfyServer]:
     with unstarted:
         yield unstarted
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> None:
+    """ComfyUI's own model classes in this process, on the CPU, for making tiny models (demo.tiny_core)."""
+    tree = str(comfyui_tree())
+    if tree not in sys.path:
+        sys.path.insert(0, tree)
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
 
 
 @pytest.fixture(scope="session")
