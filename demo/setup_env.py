@@ -43,6 +43,7 @@ CACHE = CHECKOUT / ".cache"
 LOG = CACHE / "setup.log"
 STAMP = VENV / "quant-loader-setup.stamp"
 OTHER_KITCHEN = "0.2.40"  # a release of comfy-kitchen that this ComfyUI does not pin but runs with
+EXTRAS = ("dev", "demo", "bench")
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 NO_NETWORK = re.compile(
@@ -232,12 +233,12 @@ def stamp_of(requirements: list[str]) -> str:
 
 
 def install(requirements: list[str]) -> None:
-    """Installs torch, ComfyUI's requirements and this pack (editable, dev and demo extras) in one resolution."""
+    """Installs torch, ComfyUI's requirements and this pack (editable, with its extras) in one resolution."""
     size = "what is missing" if has_torch() else "about 3 GB to download, 7 GB on disk"
     say(f"  Installing PyTorch, ComfyUI's requirements and Quant Loader ({size})")
     # Compiling 7 GB of packages to bytecode takes minutes; Python does it for the modules that are used.
     pip = [str(venv_python()), "-m", "pip", "install", "--progress-bar", "off", "--no-compile"]
-    run_step("Installing", [*pip, *TORCH, *requirements, "--editable", f"{CHECKOUT}[dev,demo]"])
+    run_step("Installing", [*pip, *TORCH, *requirements, "--editable", f"{CHECKOUT}[{','.join(EXTRAS)}]"])
 
 
 def find_chromium() -> str | None:
