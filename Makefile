@@ -21,7 +21,7 @@ help:
 	@echo "make serve   the same server left up, with a workflow in the editor (PORT=8188)"
 	@echo "make test    every test, the end-to-end ones against a real ComfyUI server included"
 	@echo "make lint    ruff and mypy (make lint-js: the browser modules, with Node.js)"
-	@echo "make bench   the check and the CPU linears beside the stock paths"
+	@echo "make bench   side by side with the stock loader: benchmarks/RESULTS.md (NAMES=\"faults load\", FULL=1)"
 	@echo "make fuzz    the check against hostile files, each strategy for SECONDS=600"
 	@echo "make clean   removes what the commands made (.venv, .cache, demo-output)"
 
@@ -50,8 +50,7 @@ lint-js:
 	.cache/js/node_modules/.bin/eslint -c web/eslint.config.mjs web
 
 bench: setup
-	$(RUN) quant_loader.benchmarks.check
-	$(RUN) quant_loader.benchmarks.cpu
+	$(RUN) quant_loader.benchmarks.run $(NAMES) $(if $(FULL),--full)
 
 fuzz: setup
 	QUANT_LOADER_FUZZ_SECONDS=$(or $(SECONDS),600) $(VENV_BIN)/pytest tests/hostile/test_fuzz.py --timeout=0 $(PYTEST_ARGS)

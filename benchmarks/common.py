@@ -167,7 +167,10 @@ class Plot:
 
 @dataclass
 class Result:
-    """What a benchmark found. `data` is the raw measurements, for the JSON file only."""
+    """What a benchmark found. `data` is the raw measurements, for the JSON file only.
+
+    `failed` says why there are none, when it could not run to its end; `run.py` writes that.
+    """
 
     name: str
     question: str
@@ -176,6 +179,11 @@ class Result:
     data: dict[str, object] = field(default_factory=dict)
     goals: list[Goal] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
+    failed: str = ""
+
+    def plot_file(self, plot: Plot) -> str:
+        """The name of the PNG of one of the plots."""
+        return f"{self.name}.png" if plot.name == self.name else f"{self.name}-{plot.name}.png"
 
     def to_dict(self) -> dict[str, object]:
         """Plain data; numbers that JSON does not know (NaN, infinity) as text."""
@@ -198,6 +206,7 @@ def read_json(path: Path) -> Result:
         raw["data"],
         [Goal(**goal) for goal in raw["goals"]],
         [Plot(**{**plot, "line": {float(at): text for at, text in plot["line"].items()}}) for plot in raw["plots"]],
+        raw["failed"],
     )
 
 
