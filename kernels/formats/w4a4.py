@@ -80,7 +80,7 @@ class W4A4Weight(NamedTuple):
 
         def rows(start: int, stop: int) -> Tensor:
             codes, factor = part(start, stop)
-            return codes.to(torch.float32) * factor
+            return codes.to(torch.float32).mul_(factor)
 
         return rows
 
