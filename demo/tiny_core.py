@@ -248,7 +248,10 @@ def _t5(seed: int, **sizes: Any) -> Tensors:
     from comfy.text_encoders.t5 import T5
 
     config = {"dense_act_fn": "relu", "is_gated_act": False, "model_type": "t5", "vocab_size": 32128}
-    return _encoder(T5, {**config, **sizes}, seed)
+    tensors = _encoder(T5, {**config, **sizes}, seed)
+    for name in [n for n in tensors if n.endswith(".SelfAttention.q.weight")]:
+        tensors[name] *= sizes["d_kv"] ** -0.5  # T5 keeps the scale of its attention in this weight
+    return tensors
 
 
 def _encoder(model_class: Any, config: dict[str, Any], seed: int) -> Tensors:

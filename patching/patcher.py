@@ -272,10 +272,12 @@ class _SidePatches:
     def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, Any]:
         """The bytes of the file again; refused while a LoRA sits beside the weights, which this would lose."""
         if self.side_patches:
+            encoder = getattr(self, "is_clip", False)
             raise QuantLoaderError(
-                f"This model carries LoRA patches on {len(self.side_patches)} quantised layers, and a stock save would "
-                "lose them. Use the node 'Save Quantized Checkpoint' (QuantLoaderSave), which can leave them out or "
-                "merge them, or remove the LoRA before saving."
+                f"This {'text encoder' if encoder else 'model'} carries LoRA patches on {len(self.side_patches)} "
+                "quantised layers, and a stock save would lose them. Use the node 'Save Quantized Checkpoint' "
+                "(QuantLoaderSave) for the diffusion model, which can leave them out or merge them, or take what is "
+                "saved from before the LoRA."
             )
         model = self.model if model is None else model
         packed: dict[str, Any] = {}
