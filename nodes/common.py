@@ -71,9 +71,9 @@ def fingerprint(folder: str, names: Sequence[Any], rules: Any, execution: Any) -
     ComfyUI asks once at the start of every prompt, so this is where the figures of a run begin anew, whether the node
     is executed or answered from the cache.
     """
-    picked = [name for name in names if chosen(name)]
-    runs.begin(folder, picked, rules, execution)
-    return "; ".join(files.fingerprint(folder, name) for name in picked)
+    asked = runs.Asked.now(folder, [name for name in names if chosen(name)], rules, execution)
+    runs.begin(asked)
+    return asked.content
 
 
 def path_of(folder: str, name: str) -> str:

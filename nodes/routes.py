@@ -106,9 +106,9 @@ def plan_answer(folder: str, file: str, rules: str, execution: str) -> dict[str,
 def ran_answer(loads: runs.Runs, folder: str, names: tuple[str, ...], rules: str, execution: str) -> dict[str, Any]:
     """What the models did that a loader made of these files: one entry of ``parts`` each (:meth:`runs.Runs.figures`).
 
-    ``parts`` is empty when no loader of this server made a model of them, or when ComfyUI has dropped it.
+    ``parts`` is empty when no loader of this server made a model of them as they are now, or when ComfyUI dropped it.
     """
-    parts = loads.figures(runs.Asked(folder, names, rules, execution))
+    parts = loads.figures(runs.Asked.now(folder, names, rules, execution))
     return {"folder": folder, "files": list(names), "rules": rules, "execution": execution, "parts": parts}
 
 

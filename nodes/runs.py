@@ -1,8 +1,8 @@
 """What ran: the models that this server's loader nodes handed out, and what their layers did in the latest prompt.
 
 The figures are for the panel on the loader, which has no link to the sampler. A load is known by what was asked for (a
-folder, files, rules, execution), as the panel knows it: ComfyUI answers another node with the same inputs from its
-cache. Models are held by weak references, so that none lives longer for being counted.
+folder, files as they are on disk, rules, execution), as the panel knows it: ComfyUI answers another node with the same
+inputs from its cache. Models are held by weak references, so that none lives longer for being counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
+
+from . import files
 
 if TYPE_CHECKING:
     from ..patching.kernel_report import Way
@@ -29,12 +31,19 @@ _MODEL_PREFIX = "diffusion_model."
 
 
 class Asked(NamedTuple):
-    """What a loader node was asked for."""
+    """What a loader node was asked for; ``content`` changes when one of the files does."""
 
     folder: str
     files: tuple[str, ...]
+    content: str
     rules: str
     execution: str
+
+    @classmethod
+    def now(cls, folder: str, names: Sequence[str], rules: str, execution: str) -> Asked:
+        """Of files as they are on disk now."""
+        content = "; ".join(files.fingerprint(folder, name) for name in names)
+        return cls(folder, tuple(names), content, rules, execution)
 
 
 @dataclass
@@ -131,18 +140,18 @@ def of_server() -> Runs | None:
     return None if instance is None else instance.app.get(RUNS)
 
 
-def handed_out(folder: str, files: Sequence[str], rules: str, execution: str, **patchers: Any) -> None:
+def handed_out(folder: str, names: Sequence[str], rules: str, execution: str, **patchers: Any) -> None:
     """Note a load on the running server (:meth:`Runs.handed_out`)."""
     runs = of_server()
     if runs is not None:
-        runs.handed_out(Asked(folder, tuple(files), rules, execution), **patchers)
+        runs.handed_out(Asked.now(folder, names, rules, execution), **patchers)
 
 
-def begin(folder: str, files: Sequence[str], rules: str, execution: str) -> None:
+def begin(asked: Asked) -> None:
     """Note on the running server that a prompt begins (:meth:`Runs.begin`)."""
     runs = of_server()
     if runs is not None:
-        runs.begin(Asked(folder, tuple(files), rules, execution))
+        runs.begin(asked)
 
 
 def _difference(now: Calls, before: Calls) -> Calls:

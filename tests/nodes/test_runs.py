@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,19 +118,22 @@ def test_a_model_is_not_kept_alive(loads: runs.Runs) -> None:
 
 
 def test_the_number_of_loads_is_bounded() -> None:
+    def asked(number: int) -> runs.Asked:
+        return runs.Asked(FOLDER, (str(number),), "", "strict", "auto")
+
     held = [torch.nn.Module() for _ in range(5)]
     loads = runs.Runs(limit=3)
     for number, module in enumerate(held):
         module.__dict__["_quant_loader_packed"] = {}
         module.__dict__["_quant_loader_context"] = SimpleNamespace(dequantised={"layer": "why"}, warnings=[])
         patcher = SimpleNamespace(model=module, load_device=torch.device("cpu"))
-        loads.handed_out(runs.Asked(FOLDER, (str(number),), "strict", "auto"), model=patcher, text_encoder=None)
-    kept = [number for number in range(5) if loads.figures(runs.Asked(FOLDER, (str(number),), "strict", "auto"))]
+        loads.handed_out(asked(number), model=patcher, text_encoder=None)
+    kept = [number for number in range(5) if loads.figures(asked(number))]
     assert kept == [2, 3, 4]
     assert len(loads) == 3
     del held, module, patcher
     gc.collect()
-    loads.handed_out(runs.Asked(FOLDER, ("next",), "strict", "auto"), model=None)
+    loads.handed_out(asked(5), model=None)
     assert len(loads) == 0, "what is gone leaves no entry behind"
 
 
@@ -139,12 +143,23 @@ def test_texts_are_bounded() -> None:
     reasons = {f"layer {number} " + "x" * 5000: f"reason {number} " + "y" * 5000 for number in range(500)}
     module.__dict__["_quant_loader_context"] = SimpleNamespace(dequantised=reasons, warnings=["z" * 5000] * 500)
     loads = runs.Runs()
-    asked = runs.Asked(FOLDER, (FILE,), "strict", "auto")
+    asked = runs.Asked.now(FOLDER, [FILE], "strict", "auto")
     loads.handed_out(asked, model=SimpleNamespace(model=module, load_device=torch.device("cpu")))
     (figures,) = loads.figures(asked)
     assert (figures["layers"], figures["dequantised"]) == (500, 500)
     texts = 2 * runs.MAX_SENTENCES + runs.MAX_SENTENCES  # a reason and one name each, and the warnings
     assert len(json.dumps(figures)) < texts * (runs.MAX_TEXT + 100)
+
+
+def test_a_changed_file_has_not_run_yet(loads: runs.Runs, folder: Path) -> None:
+    model = load()
+    denoise(model)
+    assert ran(loads) != []
+    os.utime(folder / FILE, ns=(1, 1))
+    assert ran(loads) == []
+    begin_prompt()
+    denoise(model)
+    assert ran(loads) == [], "the model of the file as it was"
 
 
 def test_a_plain_model_has_no_figures(loads: runs.Runs) -> None:
