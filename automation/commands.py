@@ -185,8 +185,10 @@ def _check_all(arguments: argparse.Namespace) -> int:
 
 
 def repair_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="IN", help="the file to mend; it is opened for reading only")
-    parser.add_argument("target", metavar="OUT", help="the new file")
+    parser.add_argument(
+        "source", metavar="IN", help="the file to mend, any shard of a set, or the index; opened for reading only"
+    )
+    parser.add_argument("target", metavar="OUT", help="the new file; for a set a folder, or the new index's name")
     parser.add_argument(
         "--declare",
         action="append",
@@ -201,7 +203,7 @@ def repair_arguments(parser: argparse.ArgumentParser) -> None:
         help="which declaration is right where a layer's marker and the header's metadata contradict each other",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be changed; write nothing")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace what has OUT's name, or the names in it")
 
 
 def _repair(arguments: argparse.Namespace) -> int:

@@ -12,24 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.declarations import MARKER, METADATA_KEY, Declaration, Declarations
+from ..checkpoint.declarations import MARKER, METADATA_KEY, Declaration, Declarations, too_deep
 from ..checkpoint.dtypes import WIDE_FLOATS, count, decode
 from ..checkpoint.layer import NESTED_KEYS
 from ..checkpoint.report import LayerSpec
 from ..checkpoint.words import clean, name_of, show
 from ..checkpoint.words import conf as conf_text
-from .draft import Draft, Piece, tensor_text, typed
-
-RENAMED, RESHAPED, WIDENED, RELABELLED = "renamed", "reshaped", "widened", "relabelled"
-MARKER_WRITTEN, MARKER_COMPLETED, MARKER_DROPPED = "marker written", "marker completed", "marker dropped"
-METADATA_CHANGED, TRAILING_DROPPED, TENSOR_DROPPED = "metadata changed", "trailing bytes dropped", "tensor dropped"
-
-KINDS = (
-    *(RENAMED, RESHAPED, WIDENED, RELABELLED),
-    *(MARKER_WRITTEN, MARKER_COMPLETED, MARKER_DROPPED),
-    *(METADATA_CHANGED, TRAILING_DROPPED, TENSOR_DROPPED),
+from .draft import (
+    MARKER_COMPLETED,
+    MARKER_DROPPED,
+    MARKER_WRITTEN,
+    METADATA_CHANGED,
+    RELABELLED,
+    RENAMED,
+    RESHAPED,
+    TENSOR_DROPPED,
+    WIDENED,
+    Draft,
+    Piece,
+    tensor_text,
+    typed,
 )
-"""What a repair can do, each described in ``docs/automation.md``."""
 
 SCALAR, ROWS, COLUMN = "()", "(N,)", "(N, 1)"
 
@@ -196,14 +199,28 @@ def drop_marker(draft: Draft, prefix: str, why: str) -> None:
     draft.note(MARKER_DROPPED, prefix, f"{name_of(prefix)}: marker dropped ({why})")
 
 
+def readable(text: str | bytes) -> Any:
+    """The JSON value, or None where there is none of reasonable depth."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return None if too_deep(value) else value
+
+
 def set_metadata_layers(draft: Draft, layers: Mapping[str, Any], why: str) -> None:
-    """Rewrite the layers of ``_quantization_metadata``; its other keys stay."""
-    document = json.loads(draft.metadata[METADATA_KEY])
-    document["layers"] = dict(layers)
-    draft.metadata[METADATA_KEY] = json.dumps(document)
+    """Rewrite the layers of ``_quantization_metadata``; its other keys stay. Of a set, every shard that has a table
+    gets the whole one.
+    """
+    for part in draft.parts:
+        document = readable(part.metadata.get(METADATA_KEY, ""))
+        if isinstance(document, dict):
+            document["layers"] = dict(layers)
+            part.metadata[METADATA_KEY] = json.dumps(document)
     draft.note(METADATA_CHANGED, None, f"_quantization_metadata: {clean(why, 300)}")
 
 
 def drop_metadata(draft: Draft, key: str, why: str) -> None:
-    del draft.metadata[key]
+    for part in draft.parts:
+        part.metadata.pop(key, None)
     draft.note(METADATA_CHANGED, None, f"{tensor_text(key)} removed from the metadata ({why})")

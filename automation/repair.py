@@ -1,7 +1,8 @@
-"""``quant-loader repair``: mend what is lossless, write a new file that passes the strict check, or write nothing.
+"""``quant-loader repair``: mend what is lossless, write new files that pass the strict check, or write nothing.
 
-The source is opened for reading only. The mends are planned on the header, the result is judged by the strict rules
-before a byte is copied and again after the copy; weights are copied as they are.
+A set of shards is one checkpoint: all of it is written or none. The source is opened for reading only. The mends are
+planned on the headers, the result is judged by the strict rules before a byte is copied and again after the copy;
+weights are copied as they are.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..checkpoint import check, declarations, dialects
@@ -26,20 +28,32 @@ from ..checkpoint.words import clean, name_of
 from . import mends
 from .declare import UserDeclaration
 from .documents import shown
-from .draft import Change, Draft
+from .draft import INDEX_COMPLETED, MARKER_COMPLETED, TRAILING_DROPPED, Change, Draft
 from .errors import Refused, RequestError
+from .shards import INDEX_END, Source, Target, find_source, find_target, index_text, misplaced, read_index
 from .source import open_source
 from .spool import checkpoint_of, spooled
-from .writing import Progress, beside, check_target, in_file_order, write_pieces
+from .writing import (
+    Progress,
+    beside,
+    check_target,
+    header_bytes,
+    in_file_order,
+    in_place,
+    require_room,
+    write_pieces,
+    write_small,
+)
 
 Keep = Literal["marker", "header"]
+_LOSSY = "{} cannot be mended without loss; nothing was written."
 _LEGACY_SPELLINGS = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a repair did, or would do when ``written`` is False. ``size`` is the new file's, in bytes (0 for a dry
-    run).
+    """What a repair did, or would do when ``written`` is False. ``size`` is that of the new file or files, in
+    bytes (0 for a dry run).
     """
 
     changes: tuple[Change, ...]
@@ -60,43 +74,85 @@ def repair(
 ) -> Outcome:
     """Write a mended copy of ``source`` to ``target``.
 
-    ``declared`` speaks for layers without a usable declaration; ``keep`` decides between a marker and header metadata
-    that contradict each other. Raises RequestError for a request that cannot be meant, Refused (nothing written) when
-    the file cannot be mended without loss; the new file appears under its name only when it is complete and passes
-    the strict check.
+    A shard or an index as ``source`` stands for its whole set, which goes into the folder ``target`` or under the
+    index name ``target``. ``declared`` speaks for layers without a usable declaration; ``keep`` decides between a
+    marker and header metadata that contradict each other. Raises RequestError for a request that cannot be meant,
+    Refused (nothing written) when the checkpoint cannot be mended without loss; new files appear under their names
+    only when all are complete and pass the strict check.
     """
-    path = check_target(target, source, overwrite=overwrite)
-    with open_source(source) as (raw, header, trailing):
-        draft = Draft.of(raw, header, trailing)
+    old = find_source(source)
+    new = find_target(target, old)
+    _targets_are_free(old, new, overwrite)
+    with ExitStack() as stack:
+        draft = Draft.of([stack.enter_context(open_source(path)) for path in old.paths])
+        index = read_index(old.index) if old.index is not None else None
+        _plan_index(draft, index, source)
         _plan(draft, declared, keep)
         report = judge(draft, shown(source))
         if report.verdict == "refused":
-            raise Refused(
-                f"{shown(source)} cannot be mended without loss; nothing was written.", _reasons(draft, report)
-            )
+            raise Refused(_LOSSY.format(shown(source)), _reasons(draft, report))
         if not draft.changes:
             raise Refused(
                 f"{shown(source)} passes the strict check as it is: there is nothing to mend, and nothing was written."
             )
         if dry_run:
             return Outcome(tuple(draft.changes), report, False, 0)
-        with beside(path) as partial:
-            size = write_pieces(partial, raw, in_file_order(draft.pieces.values()), draft.metadata, progress)
-            final = check([partial], rules="strict")
-            if final.verdict == "refused":
-                raise Refused(
-                    "The new file did not pass the strict check; nothing was kept.",
-                    tuple(f.message for f in final.errors[:10]),
-                )
-            _unchanged(source, raw.stamp)
-            check_target(target, source, overwrite=overwrite)
-            try:
-                os.replace(partial, path)
-            except OSError as error:
-                raise Refused(
-                    f"{shown(target)} could not be put in place: {error.strerror or error}; nothing was kept."
-                ) from error
+        partials = [stack.enter_context(beside(path)) for path in new.all]
+        size = _write(draft, partials, progress)
+        if index is not None:
+            write_small(partials[-1], index_text(index, draft.pieces, new))
+        _passes(check(partials[: len(new.paths)], rules="strict"))
+        for part in draft.parts:
+            _unchanged(part.raw.path, part.raw.stamp)
+        _targets_are_free(old, new, overwrite)
+        with in_place(list(zip(partials, new.all, strict=True))):
+            final = check([new.index or new.paths[0]], rules="strict")
+            _passes(final)
     return Outcome(tuple(draft.changes), final, True, size)
+
+
+def _targets_are_free(old: Source, new: Target, overwrite: bool) -> None:
+    for path in new.paths:
+        check_target(path, old.paths, overwrite=overwrite)
+    if new.index is not None and old.index is not None:
+        check_target(new.index, [*old.paths, old.index], overwrite=overwrite, ending=INDEX_END)
+
+
+def _plan_index(draft: Draft, index: Mapping[str, Any] | None, source: str | os.PathLike[str]) -> None:
+    """An index is written anew; one that contradicts the shards is refused."""
+    if index is None:
+        return
+    damage = misplaced(index, draft.parts)
+    if damage:
+        raise Refused(_LOSSY.format(shown(source)), damage[:10])
+    if any(not part.names <= index["weight_map"].keys() for part in draft.parts):
+        draft.note(INDEX_COMPLETED, None, "the index now lists every tensor of the shards")
+
+
+def _write(draft: Draft, partials: Sequence[Path], progress: Progress | None) -> int:
+    """Write every file of the draft under its first name; returns their size in bytes."""
+    ordered = [in_file_order(pieces) for pieces in draft.by_part()]
+    heads = [header_bytes(pieces, part.metadata) for pieces, part in zip(ordered, draft.parts, strict=True)]
+    size = sum(map(len, heads)) + sum(piece.nbytes for piece in draft.pieces.values())
+    require_room(partials[0].parent, size)
+    done = 0
+    for number, part in enumerate(draft.parts):
+        counted = None if progress is None else _offset(progress, done, size)
+        done += write_pieces(partials[number], part.raw, heads[number], ordered[number], counted)
+    return size
+
+
+def _offset(progress: Progress, done: int, total: int) -> Progress:
+    """The progress of one file as that of the whole."""
+    return lambda here, _: progress(done + here, total)
+
+
+def _passes(report: Report) -> None:
+    if report.verdict == "refused":
+        raise Refused(
+            "What was written did not pass the strict check; nothing was kept.",
+            tuple(f.message for f in report.errors[:10]),
+        )
 
 
 def judge(draft: Draft, label: str, rules: Literal["strict", "compatible"] = "strict") -> Report:
@@ -108,12 +164,16 @@ def judge(draft: Draft, label: str, rules: Literal["strict", "compatible"] = "st
 @contextmanager
 def _imagined(draft: Draft, label: str) -> Iterator[Checkpoint]:
     """The draft as a checkpoint that the checker can read."""
-    with spooled(label) as spool:
-        for piece in draft.pieces.values():
-            wanted = piece.name.endswith(MARKER) or (piece.dtype in WIDE_FLOATS and _is_scale(piece.name))
-            if wanted and piece.nbytes <= MAX_MARKER:
-                spool.add(piece.name, draft.bytes_of(piece))
-        yield checkpoint_of(label, [spool.finish(draft.tensors().values(), draft.metadata)])
+    headers = []
+    with ExitStack() as stack:
+        for part, pieces in zip(draft.parts, draft.by_part(), strict=True):
+            spool = stack.enter_context(spooled(label if len(draft.parts) == 1 else part.raw.path))
+            for piece in pieces:
+                wanted = piece.name.endswith(MARKER) or (piece.dtype in WIDE_FLOATS and _is_scale(piece.name))
+                if wanted and piece.nbytes <= MAX_MARKER:
+                    spool.add(piece.name, draft.bytes_of(piece))
+            headers.append(spool.finish([piece.info(part.raw.path) for piece in pieces], part.metadata))
+        yield checkpoint_of(label, headers)
 
 
 def _is_scale(name: str) -> bool:
@@ -139,8 +199,10 @@ def _reasons(draft: Draft, report: Report) -> tuple[str, ...]:
 
 
 def _plan(draft: Draft, declared: Sequence[UserDeclaration], keep: Keep | None) -> None:
-    if draft.trailing:
-        draft.note(mends.TRAILING_DROPPED, None, f"{draft.trailing} bytes after the last tensor dropped")
+    for part in draft.parts:
+        if part.trailing:
+            where = f" of {shown(os.path.basename(part.raw.path))}" if len(draft.parts) > 1 else ""
+            draft.note(TRAILING_DROPPED, None, f"{part.trailing} bytes after the last tensor{where} dropped")
     if quanto.is_quanto(draft.metadata):
         if declared:
             raise RequestError("The file is declared by Quanto's own map; --declare does not apply to it.")
@@ -167,7 +229,7 @@ class _Said:
 
 
 def _said(draft: Draft) -> _Said:
-    with _imagined(draft, draft.raw.path) as checkpoint:
+    with _imagined(draft, draft.parts[0].raw.path) as checkpoint:
         findings = Findings()
         said = declarations.collect(checkpoint, findings, compatible=True)
         dialects.apply(checkpoint, said, findings)
@@ -178,24 +240,18 @@ def _said(draft: Draft) -> _Said:
 def _raw_markers(draft: Draft) -> Iterator[tuple[str, Any]]:
     for name, piece in draft.pieces.items():
         if name.endswith(MARKER) and piece.nbytes <= MAX_MARKER:
-            value = _json(draft.bytes_of(piece))
+            value = mends.readable(draft.bytes_of(piece))
             if value is not None:
                 yield name[: -len(MARKER)], value
 
 
 def _raw_entries(draft: Draft) -> dict[str, Any]:
-    document = _json(draft.metadata.get(METADATA_KEY, ""))
-    layers = document.get("layers") if isinstance(document, dict) else None
-    return layers if isinstance(layers, dict) else {}
-
-
-def _json(text: str | bytes) -> Any:
-    """The value, or None where there is no readable JSON of reasonable depth."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return None if declarations.too_deep(value) else value
+    found: dict[str, Any] = {}
+    for part in draft.parts:
+        document = mends.readable(part.metadata.get(METADATA_KEY, ""))
+        layers = document.get("layers") if isinstance(document, dict) else None
+        found.update(layers if isinstance(layers, dict) else {})
+    return found
 
 
 def _padded_markers(draft: Draft) -> None:
@@ -205,10 +261,14 @@ def _padded_markers(draft: Draft) -> None:
             continue
         data = draft.bytes_of(piece)
         text = data.rstrip(b"\0")
-        if len(text) < len(data) and isinstance(_json(text), dict) and draft.put(name, "U8", (len(text),), text):
+        if (
+            len(text) < len(data)
+            and isinstance(mends.readable(text), dict)
+            and draft.put(name, "U8", (len(text),), text)
+        ):
             layer = name[: -len(MARKER)]
             draft.note(
-                mends.MARKER_COMPLETED,
+                MARKER_COMPLETED,
                 layer,
                 f"{name_of(layer)}: {len(data) - len(text)} NUL bytes after the marker's JSON dropped",
             )

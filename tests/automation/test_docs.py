@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import quant_loader
-from quant_loader.automation import mends
+from quant_loader.automation import draft
 from quant_loader.automation.doctor import VARIABLES
 from quant_loader.checkpoint.formats import FORMATS
 from quant_loader.cli import COMMANDS
@@ -36,7 +36,7 @@ def test_every_command_and_option_is_described(command):
         assert option in helps, option
 
 
-@pytest.mark.parametrize("kind", mends.KINDS)
+@pytest.mark.parametrize("kind", draft.KINDS)
 def test_every_mend_is_described(kind):
     assert f"| {kind} |" in text("automation.md")
 

@@ -96,7 +96,7 @@ def test_overwrite_never_reaches_the_source_through_a_link(kit, broken):
     link = kit.folder / "link.safetensors"
     os.link(broken, link)
     with pytest.raises(RequestError, match="must not be the old one"):
-        check_target(link, broken, overwrite=True)
+        check_target(link, [broken], overwrite=True)
     assert broken.read_bytes() == before
 
 
