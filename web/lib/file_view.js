@@ -13,7 +13,7 @@ const rank = { error: 0, warning: 1, notice: 2 };
 const stripLayers = (check) =>
   [...new Set([...check.layers, ...check.faults].map((entry) => entry.name ?? entry.layer))].filter(Boolean).sort(inOrder);
 
-function strip(check, plan) {
+function strip({ check, plan, place }) {
   const names = stripLayers(check);
   if (names.length === 0) return null;
   const formats = new Map(check.layers.map((layer) => [layer.name, layer.format]));
@@ -32,7 +32,7 @@ function strip(check, plan) {
     if (check.verdict === "refused") return { kind: "ql-m-sound", label: formatName(format) };
     return { kind: formatClass(format), label: group ? `${formatName(format)}, ${kernelName(group)}` : formatName(format) };
   });
-  return layerStrip(names, marks);
+  return layerStrip(names, marks, place);
 }
 
 const kernelName = (group) =>
@@ -176,7 +176,7 @@ function repairOffer(check) {
   );
 }
 
-/** The whole answer for one file. `view` holds { subject, check, plan, error }. */
+/** The whole answer for one file. `view` holds { subject, check, plan, error } and `place`, where its reader is. */
 export function fileView(view, actions, named) {
   const { subject, check, plan, error } = view;
   if (subject.linked) return h("p", { class: "ql-muted" }, t("state.linked"));
@@ -195,7 +195,7 @@ export function fileView(view, actions, named) {
     verdictLine(check),
     summary(check),
     check.layers.length > 0 && check.verdict !== "unquantized" && byteBar(check),
-    strip(check, plan),
+    strip(view),
     compatibleAccepts(check) && h("p", { class: "ql-good" }, t("offer.compatible")),
     groupList(check),
     repairOffer(check),

@@ -90,7 +90,7 @@ export class NodePanel {
       const key = keyOf(subject);
       let view = this.views.get(key);
       if (!view) {
-        view = { subject };
+        view = { subject, place: {} };
         this.views.set(key, view);
         this.#forgetRun();
         changed = true;
@@ -107,7 +107,7 @@ export class NodePanel {
       const answers = [
         fetchCheck(view.subject, { signal, known: view.checkTag }).then((answer) => {
           if (!answer) return;
-          if (view.checkTag) this.ran = null; // another file under the old name: it has not run yet
+          if (view.checkTag) this.#forgetRun(); // another file under the old name
           Object.assign(view, { check: answer.body, checkTag: answer.tag, error: null });
           this.#endRefusal();
           this.draw();
@@ -198,15 +198,26 @@ export class NodePanel {
   draw() {
     clearTimeout(this.waiting);
     this.waiting = null;
-    const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.qlKey : null;
-    const open = this.body.querySelector("details")?.open;
+    const focus = this.#focus();
+    const open = [...this.body.querySelectorAll("details")].map((details) => details.open);
+    const scrolled = this.element.scrollTop;
     this.body.replaceChildren(...(settings.showPanel() ? this.#content() : []));
     const refused = [...this.views.values()].some((view) => view.check?.verdict === "refused" || view.error);
     this.element.classList.toggle("ql-bad", refused);
     this.element.hidden = this.body.childElementCount === 0;
-    if (open) this.body.querySelector("details")?.setAttribute("open", "");
-    if (focused) this.body.querySelector(`[data-ql-key="${CSS.escape(focused)}"]`)?.focus();
+    this.body.querySelectorAll("details").forEach((details, index) => (details.open = open[index] ?? false));
+    focus?.()?.focus({ preventScroll: true });
+    this.element.scrollTop = scrolled;
     this.#layOut();
+  }
+
+  /** How to find what has the focus after a redraw: the same control of the same file; null without a focus. */
+  #focus() {
+    const key = this.body.contains(document.activeElement) && document.activeElement.dataset.qlKey;
+    if (!key) return null;
+    const same = () => [...this.body.querySelectorAll(`[data-ql-key="${CSS.escape(key)}"]`)];
+    const index = same().indexOf(document.activeElement);
+    return () => same()[index];
   }
 
   #content() {

@@ -55,9 +55,10 @@ export function byteBar(check) {
 
 /**
  * The layers in file order as one strip. `marks` is one { kind, label } a layer: `kind` a colour class, `label` what a
- * pointer or the arrow keys read out.
+ * pointer or the arrow keys read out. `place` is where the reader is ({ name, shown }); kept by the caller, it outlives
+ * a strip that is drawn again.
  */
-export function layerStrip(names, marks) {
+export function layerStrip(names, marks, place = {}) {
   const count = names.length;
   const caption = h("div", { class: "ql-strip-caption ql-muted" }, t("picture.layers", { count }));
   const cursor = s("rect", { class: "ql-strip-cursor", y: 0, height: 1, width: 1, visibility: "hidden" });
@@ -72,26 +73,33 @@ export function layerStrip(names, marks) {
       "aria-label": t("picture.strip"),
       "aria-valuemin": 1,
       "aria-valuemax": count,
-      "aria-valuenow": 1,
-      "aria-valuetext": `${names[0]}, ${marks[0].label}`,
       "data-ql-key": "strip",
     },
     runs(marks).map(({ kind, start, length }) => s("rect", { class: kind, x: start, y: 0, width: length, height: 1 })),
     cursor,
   );
-  let at = -1;
+  let at = names.indexOf(place.name);
+  const read = () => {
+    const index = Math.max(at, 0);
+    strip.setAttribute("aria-valuenow", index + 1);
+    strip.setAttribute("aria-valuetext", `${names[index]}, ${marks[index].label}`);
+  };
   const point = (index) => {
     at = Math.min(Math.max(index, 0), count - 1);
+    Object.assign(place, { name: names[at], shown: true });
     cursor.setAttribute("x", at);
     cursor.setAttribute("visibility", "visible");
-    strip.setAttribute("aria-valuenow", at + 1);
-    strip.setAttribute("aria-valuetext", `${names[at]}, ${marks[at].label}`);
+    read();
     caption.replaceChildren(h("span", { class: "ql-name" }, names[at]), ` · ${marks[at].label}`);
   };
   const leave = () => {
+    if (!strip.isConnected) return; // it was drawn again, and lost the focus by that
+    place.shown = false;
     cursor.setAttribute("visibility", "hidden");
     caption.replaceChildren(t("picture.layers", { count }));
   };
+  if (place.shown && at >= 0) point(at);
+  else read();
   strip.addEventListener("pointermove", (event) => {
     const box = strip.getBoundingClientRect(); // of the screen: right at any zoom of the canvas
     point(Math.floor(((event.clientX - box.left) / box.width) * count));

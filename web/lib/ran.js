@@ -53,7 +53,7 @@ function kinds(part) {
     t("ran.calls", { count: part.calls }),
   ]
     .filter(Boolean)
-    .join(" · ");
+    .map((figure) => [" · ", h("span", { class: "ql-figure" }, figure)]);
 }
 
 function partView(part, plan, titled) {
@@ -64,7 +64,7 @@ function partView(part, plan, titled) {
   const hidden = Math.max(loud.length - SHOWN, 0) + part.more_groups;
   return [
     titled && h("h5", {}, t(`part.${part.part}`)),
-    part.ran === 0 ? h("p", { class: "ql-muted" }, t("ran.none")) : h("p", { class: "ql-ran-line" }, h("b", {}, t("ran.headline", { ran: part.ran, all: part.layers })), ` · ${kinds(part)}`),
+    part.ran === 0 ? h("p", { class: "ql-muted" }, t("ran.none")) : h("p", { class: "ql-ran-line" }, h("b", {}, t("ran.headline", { ran: part.ran, all: part.layers })), kinds(part)),
     h(
       "ul",
       {},

@@ -7,11 +7,15 @@ import { t } from "./words.js";
 const LOOK_EVERY = 100; // milliseconds
 const GIVE_UP_AFTER = 60_000; // a check takes far less; the queue itself may be slow
 
-/** Whether an execution id ("7", or "3:7" inside a subgraph) is this node. */
-function isNode(executionId, node) {
-  const own = String(node.id);
-  const isRoot = !node.graph || node.graph === (app.rootGraph ?? app.graph);
-  return isRoot ? executionId === own : executionId.endsWith(`:${own}`);
+/** The node of an execution id: "7", or "3:7" for node 7 of the subgraph that node 3 is. */
+function nodeOf(executionId) {
+  let node = null;
+  let graph = app.rootGraph ?? app.graph;
+  for (const id of executionId.split(":")) {
+    node = graph?.nodes?.find((candidate) => String(candidate.id) === id);
+    graph = node?.subgraph;
+  }
+  return node;
 }
 
 /** Our text without the "model_name - " that ComfyUI puts before it; the longest copy is the whole one. */
@@ -24,8 +28,9 @@ function refusalText(errors) {
 
 function report(panels, nodeErrors) {
   const verdicts = [];
+  const entries = Object.entries(nodeErrors).map(([id, errors]) => [id, errors, nodeOf(id)]);
   for (const panel of panels) {
-    const found = Object.entries(nodeErrors).find(([id]) => isNode(id, panel.node));
+    const found = entries.find(([, , node]) => node === panel.node);
     const text = found ? refusalText(found[1].errors ?? []) : "";
     panel.showRefusal(text, found?.[0]);
     if (text) verdicts.push(text.split("\n")[0]);

@@ -38,13 +38,16 @@ SUBFOLDER_FILE = "水彩/Модель ü 模型.safetensors"
 HOSTILE_FILE = "hostile-names.safetensors"
 MANY_FORMATS_FILE = "mixed-formats.safetensors"
 CHANGING_FILE = "changing.safetensors"
+# Sound, of a known dialect, and broken: what the panel says of a file does not depend on what it holds.
+ENCODERS = ("encoder-sound.safetensors", "sub/encoder-dialect.safetensors", "encoder-broken.safetensors")
 VIEWPORT = {"width": 1440, "height": 900}
 PATIENCE = 60_000  # milliseconds; a verdict takes a few hundredths of it, on a machine with nothing else to do
 START = 240_000  # milliseconds for the page with its 600 modules
 
 
-# The contrast of every piece of text in the panel against the panel's own background (WCAG 2.1, relative luminance).
-CONTRASTS = """() => {
+# The contrast of every piece of text in an element against its own background (WCAG 2.1, relative luminance).
+CONTRASTS = """(selector) => {
+  const root = [...document.querySelectorAll(selector)].at(-1);
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   const rgb = (colour, under) => {
     canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1);
@@ -55,17 +58,17 @@ CONTRASTS = """() => {
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   const backdrop = (element) => {
     const chain = [];
-    for (let at = element; at && !at.classList.contains('ql-panel'); at = at.parentElement) chain.unshift(at);
-    let colour = getComputedStyle(document.querySelector('.ql-panel')).backgroundColor;
+    for (let at = element; at && at !== root; at = at.parentElement) chain.unshift(at);
+    let colour = getComputedStyle(root).backgroundColor;
     for (const at of chain) colour = `rgb(${rgb(getComputedStyle(at).backgroundColor, colour).join(',')})`;
     return colour;
   };
   const out = [];
-  const walker = document.createTreeWalker(document.querySelector('.ql-panel .ql-body'), NodeFilter.SHOW_TEXT);
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const text = walker.currentNode.textContent.trim();
-    if (!text) continue;
     const element = walker.currentNode.parentElement;
+    if (!text || element.closest('.ql-sr, option')) continue; // only for ears, or drawn by the system
     const under = backdrop(element);
     const pair = [rgb(getComputedStyle(element).color, under), rgb(under, '#000')];
     const [a, b] = pair.map(luminance).sort((x, y) => y - x);
@@ -118,8 +121,13 @@ class Editor:
             }"""
         )
 
-    def add(self, file: str | None = None, width: int = 340, position: tuple[int, int] = (40, 40)) -> int:
-        """Adds our loader as a user does, with its panel, and picks a file; returns the node's id."""
+    def add(
+        self, file: str | None = None, width: int = 340, position: tuple[int, int] = (40, 40), kind: str = LOADER
+    ) -> int:
+        """Adds our loader as a user does, with its panel, and picks a file; returns the node's id.
+
+        ``kind``: another node of ours, whose file is then chosen with :meth:`choose`.
+        """
         node = self.page.evaluate(
             """([type, width, position]) => {
               const node = LiteGraph.createNode(type);
@@ -128,7 +136,7 @@ class Editor:
               app.graph.add(node);
               return node.id;
             }""",
-            [LOADER, width, list(position)],
+            [kind, width, list(position)],
         )
         if file is not None:
             self.choose("model_name", file, node)
@@ -138,7 +146,7 @@ class Editor:
         """Sets a combo as its menu does: the value, then its callback."""
         self.page.evaluate(
             """([id, name, value]) => {
-              const ours = (n) => (id === null ? n.type.startsWith('QuantLoader') : n.id === id);
+              const ours = (n) => (id === null ? n.type.startsWith('QuantLoader') : String(n.id) === String(id));
               const widget = app.graph.nodes.find(ours).widgets.find((w) => w.name === name);
               widget.value = value;
               widget.callback?.(value);
@@ -172,9 +180,9 @@ class Editor:
         line.wait_for()
         return line
 
-    def contrasts(self) -> list[dict[str, Any]]:
-        """[{text, contrast}] of every piece of text in the panel."""
-        return list(self.page.evaluate(CONTRASTS))
+    def contrasts(self, selector: str = ".ql-panel") -> list[dict[str, Any]]:
+        """[{text, contrast}] of every piece of text in the panel, or in the last element of another selector."""
+        return list(self.page.evaluate(CONTRASTS, selector))
 
     def shot(self, name: str) -> Path:
         ARTIFACTS.mkdir(parents=True, exist_ok=True)
@@ -216,6 +224,11 @@ def panel_files(unstarted: ComfyServer, tensors: quantize.Tensors) -> Path:
         mixed = {k: v for k, v in mixed.items() if part not in k} | {k: v for k, v in other.items() if part in k}
     quantize.save(folder / MANY_FORMATS_FILE, mixed, metadata)
     quantize.save(folder / CHANGING_FILE, packed, metadata)
+    encoders = unstarted.models("text_encoders")
+    (encoders / ENCODERS[1]).parent.mkdir(exist_ok=True)
+    quantize.save(encoders / ENCODERS[0], packed, metadata)
+    quantize.save(encoders / ENCODERS[1], quantize.half_scale(packed, victim), metadata)
+    quantize.save(encoders / ENCODERS[2], quantize.zero_markers(packed, [victim]), metadata)
     return folder
 
 

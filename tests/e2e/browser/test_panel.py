@@ -18,6 +18,7 @@ DIALECT = "broken-half-scale.safetensors"
 HOSTILE_FILE, HOSTILE_NAME = "hostile-names.safetensors", '<img src=x onerror="window.pwned=1"> & "quotes" <b>bold</b>'
 SUBFOLDER_FILE = "水彩/Модель ü 模型.safetensors"
 MIXED, CHANGING = "mixed-formats.safetensors", "changing.safetensors"
+ENCODERS = ("encoder-sound.safetensors", "sub/encoder-dialect.safetensors", "encoder-broken.safetensors")
 A_BLINK = 1000  # milliseconds: the goal is 150; a machine that shares its cores is given more
 
 # Milliseconds from a combo's change to the moment a screen reader would hear the verdict.
@@ -33,6 +34,142 @@ PICK = """([id, file]) => new Promise((done) => {
   widget.value = file;
   widget.callback(file);
 })"""
+
+
+# Where the classic canvas draws the file's combo, in pixels of the page.
+COMBO_AT = """() => {
+  const { canvas } = app;
+  const node = app.graph.nodes.find((n) => n.type === 'QuantLoaderDiffusionModel');
+  const widget = node.widgets.find((w) => w.name === 'model_name');
+  if (!widget.last_y) return null;
+  const [x, y] = canvas.convertOffsetToCanvas([node.pos[0] + node.size[0] * 0.6, node.pos[1] + widget.last_y + 10]);
+  const box = canvas.canvas.getBoundingClientRect();
+  return [x + box.left, y + box.top];
+}"""
+# The loader goes into a subgraph of its own; `window.ours` keeps the two for the next step.
+INTO_A_SUBGRAPH = """() => {
+  const loader = app.graph.nodes.find((n) => n.type === 'QuantLoaderDiffusionModel');
+  window.ours = app.graph.convertToSubgraph(new Set([loader]));
+}"""
+
+
+def pick_with_the_mouse(editor: Any, file: str) -> None:
+    """Opens the combo's list on the node and clicks a name."""
+    if editor.renderer == "classic":
+        at = editor.page.wait_for_function(COMBO_AT).json_value()  # once the canvas has drawn it
+        editor.page.mouse.click(*at)
+        choice = editor.page.locator(".litecontextmenu .litemenu-entry").get_by_text(file, exact=True)
+    else:
+        editor.page.get_by_role("combobox", name="model_name").click()
+        choice = editor.page.get_by_role("option", name=file, exact=True)
+    choice.click()
+
+
+def test_picking_files_with_the_mouse(editor: Any) -> None:
+    editor.add()
+    editor.page.locator(".ql-panel .ql-verdict").wait_for()
+    pick_with_the_mouse(editor, REFUSED)
+    editor.verdict("refused")
+    assert editor.value("model_name") == REFUSED
+    assert "3 faults in 3 of 13 layers" in editor.panel().inner_text()
+    pick_with_the_mouse(editor, SOUND)
+    editor.verdict("ok")
+    assert editor.value("model_name") == SOUND
+
+
+def test_a_loader_inside_a_subgraph(
+    editor: Any, text_to_image: Callable[..., dict[str, Any]], panel_files: Path
+) -> None:
+    shutil.copy(panel_files / REFUSED, panel_files / CHANGING)
+    editor.load(text_to_image(CHANGING))
+    editor.verdict("refused")
+    editor.page.evaluate(INTO_A_SUBGRAPH)
+    editor.run()
+    editor.page.get_by_text("Quant Loader stopped the run").first.wait_for()
+    editor.page.evaluate("() => app.canvas.openSubgraph(window.ours.subgraph, window.ours.node)")
+    try:
+        banner = editor.page.locator(".ql-run-refused")
+        banner.wait_for()
+        assert "3 faults in 3 of 13 layers" in editor.panel().inner_text()
+        editor.shot("subgraph")
+        shutil.copy(panel_files / SOUND, panel_files / CHANGING)
+        editor.verdict("ok")
+        banner.wait_for(state="detached")
+    finally:
+        editor.page.evaluate("() => { window.ours.subgraph.clear(); app.canvas.setGraph(app.rootGraph); }")
+
+
+def test_a_text_encoder_of_three_files(editor: Any) -> None:
+    node = editor.add(kind="QuantLoaderTextEncoder")
+    for number, file in enumerate(ENCODERS, start=1):
+        editor.choose(f"clip_name{number}", file, node)
+    views = editor.panel().locator(".ql-file-view")
+    editor.page.wait_for_function("() => document.querySelectorAll('.ql-file-view .ql-buttons').length === 3")
+    texts = views.all_inner_texts()
+    for text, file, verdict in zip(texts, ENCODERS, ("Sound", "Refused", "Refused"), strict=True):
+        assert text.startswith(file)
+        assert verdict in text
+    assert "zeroed" in texts[2]
+    spoken = editor.panel().locator("[role=status]").inner_text()
+    assert spoken == ". ".join(
+        f"{file}: {verdict}" for file, verdict in zip(ENCODERS, ("Sound", "Refused", "Refused"), strict=True)
+    )
+    # What belongs to a file stays with it: its own table, its own focus when the panel is drawn again.
+    views.nth(2).get_by_role("slider").focus()
+    assert views.nth(1).get_by_role("button", name="Use compatible rules").count() == 1
+    assert views.nth(2).get_by_role("button", name="Use compatible rules").count() == 0
+    editor.choose("clip_name2", "none", node)
+    editor.page.wait_for_function("() => document.querySelectorAll('.ql-file-view').length === 2")
+    editor.shot("text-encoder")
+    views.nth(1).get_by_role("button", name="All layers").click()
+    dialog = editor.page.locator("dialog.ql-dialog")
+    assert dialog.locator("tbody tr.ql-row-error").count() == 1
+    editor.page.keyboard.press("Escape")
+
+
+def test_the_inspect_node(editor: Any) -> None:
+    node = editor.add(kind="QuantLoaderInspect")
+    editor.choose("folder", "text_encoders", node)
+    editor.choose("file", ENCODERS[1], node)
+    editor.verdict("refused")
+    editor.page.wait_for_function("() => document.querySelectorAll('.ql-verdict').length === 1")
+    assert "Its dialect is known" in editor.panel().inner_text()
+    editor.choose("rules", "compatible", node)
+    editor.verdict("ok")
+    done = """() => new Promise((done) => {
+      const { api } = app;
+      api.addEventListener('execution_success', () => done(true), { once: true });
+      app.queuePrompt(0, 1);
+    })"""
+    assert editor.page.evaluate(done)
+    editor.page.wait_for_timeout(300)
+    assert editor.panel().locator(".ql-ran").count() == 0, "nothing was loaded, so nothing ran"
+    editor.shot("inspect")
+
+
+def test_the_reader_keeps_their_place_when_the_panel_is_drawn_again(editor: Any, panel_files: Path) -> None:
+    shutil.copy(panel_files / REFUSED, panel_files / CHANGING)
+    editor.add(CHANGING)
+    editor.verdict("refused")
+    editor.page.wait_for_timeout(400)
+    strip = editor.panel().locator(".ql-strip")
+    scroll = """() => {
+      const panel = document.querySelector('.ql-panel');
+      panel.scrollTop = 30;
+      panel.querySelector('.ql-strip').dataset.before = 'yes';
+      return panel.scrollTop;
+    }"""
+    scrolled = editor.page.evaluate(scroll)
+    box = strip.bounding_box()
+    editor.page.mouse.move(box["x"] + box["width"] * 0.45, box["y"] + box["height"] / 2)
+    pointed = strip.get_attribute("aria-valuetext")
+    assert strip.get_attribute("aria-valuenow") == "6"
+    shutil.copy(panel_files / REFUSED, panel_files / CHANGING)  # the same again, with a new date
+    editor.page.locator(".ql-strip[data-before]").wait_for(state="detached")
+    assert (strip.get_attribute("aria-valuenow"), strip.get_attribute("aria-valuetext")) == ("6", pointed)
+    assert pointed.split(",")[0] in editor.panel().locator(".ql-strip-caption").inner_text()
+    assert editor.page.evaluate("() => document.querySelector('.ql-panel').scrollTop") == scrolled
+    shutil.copy(panel_files / SOUND, panel_files / CHANGING)
 
 
 def test_a_sound_file(editor: Any) -> None:
@@ -285,6 +422,41 @@ def test_text_is_readable_in_every_theme(editor: Any, palette: str, file: str) -
         editor.setting("Comfy.ColorPalette", "dark")
 
 
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_the_table_is_readable_in_every_theme(editor: Any, palette: str) -> None:
+    editor.setting("Comfy.ColorPalette", palette)
+    try:
+        editor.add(DIALECT)
+        editor.verdict("refused")
+        editor.panel().get_by_role("button", name="All layers").click()
+        editor.page.locator("dialog.ql-dialog tbody tr").first.wait_for()
+        texts = editor.contrasts("dialog.ql-dialog")
+        assert len(texts) > 13
+        assert [entry for entry in texts if entry["contrast"] < 4.5] == [], "WCAG AA asks for 4.5 : 1"
+    finally:
+        editor.setting("Comfy.ColorPalette", "dark")
+
+
+def test_the_focus_can_be_seen(editor: Any) -> None:
+    editor.add(DIALECT)
+    editor.verdict("refused")
+    editor.page.wait_for_timeout(300)
+    editor.panel().get_by_role("slider").focus()
+    rings = []
+    for _ in range(4):
+        editor.page.keyboard.press("Tab")
+        rings.append(
+            editor.page.evaluate(
+                """() => {
+                  const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
+                  const inside = document.activeElement.closest('.ql-panel') !== null;
+                  return [inside, outlineStyle !== 'none' && parseFloat(outlineWidth) >= 1];
+                }"""
+            )
+        )
+    assert rings == [[True, True]] * 4
+
+
 @pytest.mark.parametrize("width", [225, 600])
 def test_narrow_and_wide_nodes(editor: Any, width: int) -> None:
     editor.add(DIALECT, width=width)
@@ -326,13 +498,8 @@ def test_by_keyboard_and_by_ear(editor: Any) -> None:
     assert unnamed == 0
     strip = panel.get_by_role("slider")
     strip.focus()
-    # The panel is drawn again when more is known of the file, which puts the strip back to its first layer.
-    for _ in range(20):
-        editor.page.keyboard.press("End")
-        at = [strip.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
-        if at == ["13", "single_blocks.0.modulation.lin, INT8"]:
-            break
-        editor.page.wait_for_timeout(250)
+    editor.page.keyboard.press("End")
+    at = [strip.get_attribute(name) for name in ("aria-valuenow", "aria-valuetext")]
     assert at == ["13", "single_blocks.0.modulation.lin, INT8"]
     editor.page.keyboard.press("Home")
     assert strip.get_attribute("aria-valuenow") == "1"
