@@ -55,7 +55,7 @@ def read(modules: Iterable[Any]) -> list[str]:
             continue
         guard.reported = True
         sentences.append(
-            f"Layer {module.spec.name} ({module.spec.format}) gave {problem}. The picture is not to be trusted: check "
+            f"Layer {module.spec.name} ({module.file_format}) gave {problem}. The picture is not to be trusted: check "
             "the file with 'quant-loader check --deep', and try execution 'exact' to tell a bad file from a bad kernel."
         )
     for sentence in sentences:

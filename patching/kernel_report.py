@@ -11,6 +11,8 @@ from .ops import DENSE, LOOKUP, PATCHED
 from .patcher import context_of, packed_modules
 
 Group = dict[str, Any]
+Way = tuple[str, str, str, str, str, bool]
+"""A way to run a layer: format in the file, backend, operator, execution, reason, slow."""
 
 
 def planned(patcher: Any) -> list[Group]:
@@ -18,15 +20,10 @@ def planned(patcher: Any) -> list[Group]:
     counts: Counter[tuple[Any, ...]] = Counter()
     for module in packed_modules(patcher.model).values():
         if module.is_table:
-            counts[(module.spec.format, "torch", LOOKUP, "exact", _DENSE[LOOKUP], False)] += 1
-            continue
-        plan = module.operator(patcher.load_device).plan
-        counts[(module.spec.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow)] += 1
+            counts[(module.file_format, "torch", LOOKUP, "exact", _DENSE[LOOKUP], False)] += 1
+        else:
+            counts[_planned(module, patcher.load_device)] += 1
     return [_group(key, count) for key, count in sorted(counts.items())]
-
-
-Way = tuple[str, str, str, str, str, bool]
-"""A way to run a layer: format, backend, operator, execution, reason, slow."""
 
 
 def calls_by_layer(model: Any) -> dict[str, dict[Way, int]]:
@@ -44,9 +41,12 @@ def calls_by_layer(model: Any) -> dict[str, dict[Way, int]]:
                 reason = plan.reason
                 if backend != plan.backend:
                     reason = f"It took over from {plan.backend}, whose kernel failed: {_failure(plan.backend)}"
-                calls[(module.spec.format, backend, plan.operator, plan.execution, reason, plan.slow)] += count
+                reason = _carried(module) + reason
+                calls[(module.file_format, backend, plan.operator, _execution(module, plan), reason, plan.slow)] += (
+                    count
+                )
         for what, count in list(module.dense_calls.items()):
-            calls[(module.spec.format, "torch", what, "exact", _DENSE[what], what == PATCHED)] += count
+            calls[(module.file_format, "torch", what, "exact", _DENSE[what], what == PATCHED)] += count
         found[key.removesuffix(".weight")] = dict(calls)
     return found
 
@@ -65,9 +65,39 @@ def ran(patcher: Any) -> list[Group]:
             layers[way] += 1
             calls[way] += count
         if not ways and not module.is_table:
-            plan = module.operator(patcher.load_device).plan
-            layers[(module.spec.format, plan.backend, plan.operator, plan.execution, plan.reason, plan.slow)] += 1
+            layers[_planned(module, patcher.load_device)] += 1
     return [_group(way, count) | {"calls": calls[way]} for way, count in sorted(layers.items())]
+
+
+# Relative output error (docs/kernels.md): of the format's own arithmetic, and after it was carried over to INT8 rows.
+_CARRIED_ERRORS = {
+    "float8_e4m3fn": (0.037, 0.029),
+    "mxfp8": (0.038, 0.029),
+    "nvfp4": (0.134, 0.096),
+    "quanto_int8": (0.009, 0.015),
+}
+
+
+def _planned(module: Any, device: Any) -> Way:
+    plan = module.operator(device).plan
+    reason = _carried(module) + plan.reason
+    return module.file_format, plan.backend, plan.operator, _execution(module, plan), reason, plan.slow
+
+
+def _execution(module: Any, plan: Any) -> str:
+    """What the person chose: an INT8 layer's own arithmetic is the ``int8`` execution of a weight carried over."""
+    return "int8" if module.file_format != module.spec.format else str(plan.execution)
+
+
+def _carried(module: Any) -> str:
+    """The sentence on a weight that was carried over while loading, with the error of a linear; else nothing."""
+    if module.file_format == module.spec.format:
+        return ""
+    errors = _CARRIED_ERRORS.get(module.file_format)
+    size = (
+        "" if errors is None else f" (relative error {errors[1]:.3f}; the format's own arithmetic has {errors[0]:.3f})"
+    )
+    return f"Carried over to INT8 rows with ConvRot while loading{size}. "
 
 
 _DENSE = {

@@ -74,8 +74,35 @@ class _Source:
 
         if self.layers:
             patcher = adopt(patcher, self.context)
+            carry_over(patcher, self.context)
         patcher.cached_patcher_init = (rebuild, arguments)
         return patcher
+
+
+def carry_over(patcher: Any, context: Any) -> None:
+    """Under the ``int8`` execution, replace the weights that the kernels would carry over to INT8 on every call.
+
+    The work is done once, a layer at a time on the patcher's device; the sizes that ComfyUI asks for afterwards are
+    those of the INT8 rows. Partial loads, unloading and a rebuild deal with them as with any packed weight: the file is
+    read again, and the same rows come out.
+    """
+    if context.execution != "int8":
+        return
+    from .patcher import packed_modules
+    from .progress import Progress
+
+    modules = [m for m in packed_modules(patcher.model).values() if m.carries(patcher.load_device)]
+    if not modules:
+        return
+    if patcher.loaded_size() > 0:
+        # ComfyUI put the model on its device already, and keeps count of bytes that are about to change.
+        patcher.detach()
+    progress = Progress(len(modules))
+    for module in modules:
+        progress.step()
+        module.carry_over(patcher.load_device)
+    patcher.size = 0
+    progress.finish()
 
 
 def _open(
@@ -94,7 +121,7 @@ def _open(
     for report in reports:
         sd, metadata = read(list(report.files))
         source.metadata.update(without_quantisation(metadata) if report.layers else metadata)
-        source.state_dicts.append(fold(sd, report.layers, dense, progress.step) if report.layers else sd)
+        source.state_dicts.append(fold(sd, report.layers, dense, progress.step, report.files) if report.layers else sd)
     if source.layers:
         source.options["custom_operations"] = operations(source.context)
     return source
@@ -306,6 +333,7 @@ def load_controlnet(paths: Paths, rules: str = "strict", execution: str = "auto"
         from .patcher import adopt
 
         controlnet.control_model_wrapped = adopt(wrapped, source.context)
+        carry_over(wrapped, source.context)
     return controlnet, source.report
 
 

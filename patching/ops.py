@@ -16,9 +16,9 @@ import comfy.ops
 import torch
 
 from ..checkpoint import LayerSpec
-from ..kernels import Mode, device_facts, embedding, prepare
+from ..kernels import FORMATS, Mode, device_facts, embedding, prepare
 from . import guard
-from .packed import LAYOUT, as_stored, dense_weight, is_packed, parameter, plain_tensors
+from .packed import LAYOUT, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
 from .sidepath import SidePath
 
@@ -87,6 +87,31 @@ class _Packable:
         # The kernels cut and pad what the file stores beyond the model's own shape.
         self.spec = dataclasses.replace(declaration.spec(), shape=(module_shape[0], module_shape[1]))
         self.context.consumed.add(declaration.name)
+
+    @property
+    def file_format(self) -> str:
+        """The format that the file declares, whatever the weight has become."""
+        assert self.spec is not None
+        original = self.weight._params.declaration.carried if is_packed(self.weight) else None
+        return self.spec.format if original is None else str(original.format)
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether the kernel on ``device`` would carry the weight over to INT8 rows on every call.
+
+        Codes that fit into INT8 as they are cost little to unpack; smoothing is no part of an INT8 layer.
+        """
+        if self.spec is None or self.is_table or FORMATS[self.spec.format].has_int8_codes:
+            return False
+        smooth = self.weight._params.pre_quant_scale is not None
+        return not smooth and self.operator(device).plan.execution == "int8"
+
+    def carry_over(self, device: torch.device) -> None:
+        """Replace the weight by its INT8 rows, and with it the kernel."""
+        weight = carried(self.weight, device)
+        self.weight = parameter(weight)
+        assert self.spec is not None
+        self.spec = dataclasses.replace(weight._params.declaration.spec(), shape=self.spec.shape)
+        self._operators.clear()
 
     def operator(self, device: torch.device) -> Any:
         """The kernel of this layer on ``device``, chosen once."""

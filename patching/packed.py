@@ -9,20 +9,69 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import safetensors
 import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
 
 from ..checkpoint import LayerSpec
 from ..checkpoint.layer import SCALE_SUFFIXES
-from ..kernels import dequantize
+from ..kernels import dequantize, int8_rows_spec, to_int8_rows
 from ..kernels.spec import Spec
+from .errors import QuantLoaderError
 
 LAYOUT = "QuantLoaderPackedLayout"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The tensors of one layer in its file or files: what reads them again.
+
+    ``files``: the checkpoint's files as they were when the layer was loaded; ``tensors``: (suffix, name) pairs.
+    """
+
+    files: tuple[FileState, ...]
+    tensors: tuple[tuple[str, str], ...]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Suffix -> tensor, memory-mapped.
+
+        Raises:
+            QuantLoaderError: a file is not there any more, or is not the one that was loaded.
+        """
+        wanted = {name: suffix for suffix, name in self.tensors}
+        found: dict[str, torch.Tensor] = {}
+        for state in self.files:
+            if FileState.of(state.path) != state:
+                raise QuantLoaderError(
+                    f"{Path(state.path).name} was changed or removed after it was loaded, so the layers that were "
+                    "carried over to INT8 while loading cannot be written as the file had them. Load the model again."
+                )
+            with safetensors.safe_open(state.path, framework="pt") as file:
+                found.update({wanted[n]: file.get_tensor(n) for n in file.keys() if n in wanted})  # noqa: SIM118
+        return found
+
+
+class FileState(NamedTuple):
+    """A file by its path, with what tells whether it is still the same: size and modification time (-1: not there)."""
+
+    path: str
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> FileState:
+        try:
+            status = os.stat(path)
+        except OSError:
+            return cls(path, -1, -1)
+        return cls(path, status.st_size, status.st_mtime_ns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +79,8 @@ class Declaration:
     """The part of a layer that is no tensor: hashable, so that ``torch.compile`` can guard on it.
 
     ``marker`` is the layer's ``comfy_quant`` JSON exactly as the file had it, or one written for a layer that was
-    declared elsewhere (file metadata, Quanto's map).
+    declared elsewhere (file metadata, Quanto's map). ``source``: where the layer's tensors are. ``carried``: what the
+    file declares, for a weight that was carried over to INT8 rows while loading.
     """
 
     name: str
@@ -39,11 +89,13 @@ class Declaration:
     annotations: tuple[tuple[str, Any], ...]
     declared_by: str
     marker: bytes
+    source: Source | None = dataclasses.field(default=None, compare=False, repr=False)
+    carried: Declaration | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, spec: LayerSpec, marker: bytes | None) -> Declaration:
+    def of(cls, spec: LayerSpec, marker: bytes | None, source: Source | None = None) -> Declaration:
         items = tuple(sorted((k, v) for k, v in spec.annotations.items() if isinstance(v, (bool, int, float, str))))
-        return cls(spec.name, spec.format, spec.shape, items, spec.declared_by, marker or marker_bytes(spec))
+        return cls(spec.name, spec.format, spec.shape, items, spec.declared_by, marker or marker_bytes(spec), source)
 
     def spec(self) -> LayerSpec:
         """The layer as the kernels want it."""
@@ -163,14 +215,49 @@ def pack(
     dtype: torch.dtype,
     marker: bytes | None = None,
     shape: tuple[int, ...] | None = None,
+    source: Source | None = None,
 ) -> Any:
     """One ``QuantizedTensor`` of logical ``shape`` (default ``spec.shape``) from a layer's tensors by suffix.
 
     No byte is copied: the codes stay the memory-mapped tensor that the file reader gave.
     """
     companions = {k: as_stored(v) for k, v in tensors.items() if k in COMPANIONS}
-    params = PackedParams(Declaration.of(spec, marker), dtype, shape or spec.shape, **companions)
+    params = PackedParams(Declaration.of(spec, marker, source), dtype, shape or spec.shape, **companions)
     return QuantizedTensor(as_stored(tensors["weight"]), LAYOUT, params)
+
+
+def carried(weight: Any, device: torch.device) -> Any:
+    """A packed weight as INT8 rows with ConvRot where the weight is; ``device`` does the work.
+
+    Its declaration remembers the one of the file, which saving goes back to.
+    """
+    params = weight._params
+    original = params.declaration
+    spec = original.spec()
+    rows = to_int8_rows(spec, plain_tensors(weight), device)
+    found = Declaration.of(int8_rows_spec(spec, rows.group), None, original.source)
+    made = PackedParams(
+        dataclasses.replace(found, carried=original),
+        params.orig_dtype,
+        params.orig_shape,
+        weight_scale=rows.scale.to(weight._qdata.device),
+    )
+    return type(weight)(rows.qweight.to(weight._qdata.device), LAYOUT, made)
+
+
+def as_in_file(weight: Any) -> Any:
+    """The packed weight that the file holds: read again for one that was carried over, else ``weight`` itself."""
+    original = weight._params.declaration.carried
+    if original is None:
+        return weight
+    return pack(
+        original.spec(),
+        original.source.read(),
+        weight._params.orig_dtype,
+        original.marker,
+        weight._params.orig_shape,
+        original.source,
+    )
 
 
 def parameter(weight: Any) -> torch.nn.Parameter:

@@ -21,7 +21,7 @@ from ..checkpoint import LayerSpec, check, verdict_text
 from ..kernels.formats.quantize import int8_rows
 from ..kernels.formats.rotation import preferred_group, rotate
 from .errors import QuantLoaderError
-from .packed import Declaration, is_packed, marker_bytes, plain_tensors
+from .packed import Declaration, as_in_file, is_packed, marker_bytes, plain_tensors
 from .sidepath import SidePath
 
 # Scales that the formats keep in float32.
@@ -30,7 +30,8 @@ _E4M3 = {"nvfp4": "weight_scale", "asym_w4a8_int8": "weight_s_rel"}
 
 
 def packed_state(weight: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a packed weight by name, marker included."""
+    """The tensors of a packed weight by name, marker included, as the file has them."""
+    weight = as_in_file(weight)
     declaration: Declaration = weight._params.declaration
     spec = declaration.spec()
     out = {f"{prefix}{suffix}": tensor for suffix, tensor in canonical(spec, plain_tensors(weight)).items()}
@@ -143,7 +144,7 @@ def _merge(model: Any, unet: dict[str, Any], side_patches: Mapping[str, list[Any
 
     notes: list[str] = []
     for key, patches in sorted(side_patches.items()):
-        weight = comfy.utils.get_attr(model, key)
+        weight = as_in_file(comfy.utils.get_attr(model, key))
         name = key.removeprefix("diffusion_model.").removesuffix(".weight")
         declaration = weight._params.declaration
         merged = merged_state(name, weight, SidePath(key, patches), _stored_dtype(weight), f"{name}.")

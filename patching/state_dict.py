@@ -49,14 +49,17 @@ def fold(
     layers: Sequence[LayerSpec],
     dense: Callable[[str], bool] | None = None,
     step: Callable[[], None] | None = None,
+    files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """``sd`` with every quantised layer's tensors folded into one packed ``<name>.weight`` of logical shape.
 
     Architecture detection then sees logical shapes, and no scale or marker is left over for ComfyUI to drop.
     ``dense(name)`` says which layers to hand over dequantised, because what loads them knows no packed weights;
-    ``step`` is called before each layer.
+    ``step`` is called before each layer. ``files`` are those that the tensors come from.
     """
-    from .packed import pack
+    from .packed import FileState, Source, pack
+
+    states = tuple(FileState.of(path) for path in files)
 
     out: dict[str, Any] = dict(sd)
     dtype = _float_dtype(out, layers)
@@ -66,7 +69,7 @@ def fold(
         tensors = {suffix: out.pop(name) for suffix, name in spec.tensors.items() if name in out}
         marker = out.pop(f"{_stem(spec)}.comfy_quant", None)
         raw = bytes(marker.contiguous().view(torch.uint8).numpy().tobytes()) if marker is not None else None
-        packed = pack(spec, tensors, dtype, raw)
+        packed = pack(spec, tensors, dtype, raw, source=Source(states, tuple(spec.tensors.items())))
         out[f"{spec.name}.weight"] = packed.dequantize() if dense is not None and dense(spec.name) else packed
         if spec.format == "quanto_int8":
             for suffix in ("input_scale", "output_scale"):
