@@ -78,6 +78,33 @@ def test_every_word_that_a_module_asks_for_exists_and_is_used() -> None:
     assert unused == []
 
 
+def test_every_rule_has_a_family_with_a_title() -> None:
+    """The table of `families.js`, read as the browser reads it: its patterns are plain enough for both."""
+    table = (WEB / "lib" / "families.js").read_text(encoding="utf-8")
+    families = re.findall(r'^  \[/(.+)/, "(\w+)"\],$', table, re.MULTILINE)
+    titles = {key.removeprefix("family.") for key in read(WEB / "words" / "en.json") if key.startswith("family.")}
+    assert {name for _, name in families} == titles
+    rules = re.findall(
+        r"^\*\*`([\w.]+)`\*\*", (CHECKOUT / "docs" / "rules.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rules) > 100
+    found = {rule: next((name for pattern, name in families if re.search(pattern, rule)), None) for rule in rules}
+    assert [rule for rule, name in found.items() if name is None] == []
+    assert set(found.values()) == titles, "a family that no rule belongs to"
+    samples = {
+        "crash.file": "file",
+        "marker.json": "declaration",
+        "int8.dtype": "dtype",
+        "nvfp4.scale_2": "scale",
+        "w4a8.rank": "shape",
+        "extra.mxfp8.scale_layout": "layout",
+        "quanto.missing_tensors": "tensors",
+        "extra.deep.scale_layout": "deep",
+        "extra.dialect": "notice",
+    }
+    assert {rule: found[rule] for rule in samples} == samples
+
+
 def test_the_locales_know_every_node() -> None:
     assert sorted(read(CHECKOUT / "locales" / "en" / "nodeDefs.json")) == sorted(NODE_IDS)
 

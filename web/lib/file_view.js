@@ -1,6 +1,7 @@
 // What the panel says about one file: pure functions from answers of the server to elements.
 
 import { button, copyButton, h, icon } from "./dom.js";
+import { familyOf } from "./families.js";
 import { bytes, formatClass, formatName, inOrder } from "./figures.js";
 import { byteBar, layerStrip } from "./picture.js";
 import { t } from "./words.js";
@@ -81,6 +82,7 @@ function groupCard(check, group) {
   const message = group.message.replace(/ The same in \d+ more\.$/, ""); // the count stands above it
   const said = (text) => !text || message.includes(text);
   const more = group.count - group.layers.length;
+  const family = familyOf(group.rule);
   return h(
     "li",
     { class: `ql-group ql-group-${group.severity}` },
@@ -90,6 +92,7 @@ function groupCard(check, group) {
       h("b", {}, group.layers.length > 0 ? t(group.count === 1 ? "group.layer" : "group.layers", { count: group.count }) : t(`severity.${group.severity}`)),
       h("code", {}, group.rule),
     ),
+    family && h("div", { class: "ql-family" }, t(`family.${family}`)),
     h("p", {}, message),
     group.layers.length > 0 &&
       !(group.count === 1 && message.includes(group.layers[0])) &&

@@ -104,21 +104,21 @@ export class NodePanel {
     view.abort = new AbortController();
     const { signal } = view.abort;
     try {
-      const answers = [
-        fetchCheck(view.subject, { signal, known: view.checkTag }).then((answer) => {
-          if (!answer) return;
-          if (view.checkTag) this.#forgetRun(); // another file under the old name
-          Object.assign(view, { check: answer.body, checkTag: answer.tag, error: null });
-          this.#endRefusal();
-          this.draw();
-        }),
-        fetchPlan(view.subject, { signal, known: view.planTag }).then((answer) => {
-          if (!answer) return;
-          Object.assign(view, { plan: answer.body, planTag: answer.tag });
-          this.drawSoon();
-        }),
-      ];
-      const [check, plan] = await Promise.allSettled(answers);
+      const checked = fetchCheck(view.subject, { signal, known: view.checkTag }).then((answer) => {
+        if (!answer) return;
+        if (view.checkTag) this.#forgetRun(); // another file under the old name
+        Object.assign(view, { check: answer.body, checkTag: answer.tag, error: null });
+        this.#endRefusal();
+        this.draw();
+      });
+      // Not beside the check: the server would read the header twice, and the verdict would come later.
+      const planned = checked.then(async () => {
+        const answer = await fetchPlan(view.subject, { signal, known: view.planTag });
+        if (!answer) return;
+        Object.assign(view, { plan: answer.body, planTag: answer.tag });
+        this.drawSoon();
+      });
+      const [check, plan] = await Promise.allSettled([checked, planned]);
       if (plan.status === "rejected" && !plan.reason.passing) Object.assign(view, { plan: null, planTag: null });
       if (check.status === "rejected") throw check.reason;
       if (view.error) {
