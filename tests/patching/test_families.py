@@ -328,6 +328,19 @@ META: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
             "layers.0.attention.qkv.weight": (3840, 2304),
         },
     ),
+    # Z-Image has Lumina's keys and another width.
+    "z_image": (
+        "cap_embedder.1",
+        {
+            "cap_embedder.1.weight": (3840, 2560),
+            "cap_embedder.0.weight": (2560,),
+            "cap_pad_token": (1, 3840),
+            "noise_refiner.0.attention.k_norm.weight": (128,),
+            "x_embedder.weight": (3840, 64),
+            "layers.28.ffn_norm1.weight": (3840,),
+            **{f"layers.{i}.attention.qkv.weight": (11520, 3840) for i in range(30)},
+        },
+    ),
     "qwen_image": (
         "img_in",
         {

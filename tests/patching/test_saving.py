@@ -175,3 +175,38 @@ def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, l
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(QuantLoaderError, match="could not be written"):
         save_diffusion_model(load("int8_row"), tmp_path / "file" / "model.safetensors")
+
+
+# A whole checkpoint is saved in tests/e2e/test_loaders.py; here is what ComfyUI does to the encoders of some families.
+
+
+def encoder_state(quantised: bool) -> dict[str, torch.Tensor]:
+    """One layer of Stable Diffusion 2's text encoder as ComfyUI holds it; a checkpoint keeps q, k and v as one."""
+    out: dict[str, torch.Tensor] = {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1"):
+        weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        layer = f"clip_h.transformer.text_model.encoder.layers.0.{name}"
+        out[f"{layer}.bias"] = torch.zeros(64, dtype=torch.bfloat16)
+        if not quantised:
+            out[f"{layer}.weight"] = weight
+            continue
+        packed = quantize.int8_row(weight)
+        out.update({f"{layer}.{suffix}": tensor for suffix, tensor in packed.tensors.items()})
+        out[f"{layer}.comfy_quant"] = quantize.marker_tensor(packed.marker)
+    return out
+
+
+def test_an_encoder_that_comfyui_would_tear_apart_is_not_saved(tmp_path: Path) -> None:
+    """Stable Diffusion 2 concatenates q, k and v when it saves, which would leave their scales behind."""
+    from quant_loader.demo import tiny_core
+
+    tensors = tiny_core.sd2()
+    path = quantize.save(
+        tmp_path / "sd2.safetensors", *quantize.quantize(tensors, "int8_row", layers=tiny_core.linears(tensors, 64))
+    )
+    patcher, answer = load_diffusion_model([path])
+    with pytest.raises(QuantLoaderError, match=r"rearranges the text encoder.*Save the diffusion model alone"):
+        patcher.state_dict_for_saving(encoder_state(True))
+    saved = patcher.state_dict_for_saving(encoder_state(False))
+    assert sum(name.endswith(".comfy_quant") for name in saved) == len(answer.layers)
+    assert saved["cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight"].shape == (192, 64)
