@@ -98,6 +98,9 @@ def report_on(paths: list[str], rules: Rules, deep: bool) -> Report:
     """The report on local files or on an address. Raises RequestError when an address cannot be read."""
     from . import addresses
 
+    foreign = next((scheme for scheme in map(addresses.foreign_scheme, paths) if scheme), None)
+    if foreign is not None:
+        raise RequestError(f"{clean(foreign)}:// addresses are not read; give an https:// or hf:// one, or a file.")
     if any(addresses.is_address(path) for path in paths):
         from .remote import check_address
 
@@ -266,6 +269,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="the execution setting of the new nodes",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists, even if it is IN")
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -278,7 +282,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.target == "-":
         console.say(text)
     else:
-        write_text(arguments.target, text + "\n")
+        write_text(arguments.target, text + "\n", overwrite=arguments.overwrite)
         for change in result.changes:
             console.say(change)
     for warning in result.warnings:

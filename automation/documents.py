@@ -48,15 +48,24 @@ def parse_json(text: bytes | str, what: str) -> Any:
         raise RequestError(f"{what} is not JSON: {clean(str(error), 120)}.") from error
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str, *, overwrite: bool = False) -> None:
     """Write a small text file beside its name and rename it, so that a reader never sees half of it. Raises
-    RequestError.
+    RequestError, also when there is something of this name and ``overwrite`` is not set.
     """
     target = Path(path)
-    partial = target.with_name(target.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+        if os.path.isdir(target):
+            raise RequestError(f"{shown(path)} is a folder; give the name of the new file.")
+        if not overwrite and os.path.lexists(target):
+            raise RequestError(f"{shown(path)} exists already; give another name, or --overwrite.")
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RequestError(f"{shown(path)} cannot be written: {reason}.") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.words import clean
 from .documents import read_bytes, shown
 from .errors import RequestError
 
@@ -132,7 +133,10 @@ def _load_yaml(path: str) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise RequestError(f"{shown(path)} is not YAML: {' '.join(str(error).split())[:160]}.") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise RequestError(f"{shown(path)} is not YAML{where}: {clean(str(problem), 160)}.") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

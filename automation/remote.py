@@ -71,8 +71,8 @@ def check_address(address: str, rules: Rules = "strict", *, timeout: float = 20.
     Header and markers are read by HTTP ranges, scales and weights are not; a notice of the report says so. An index,
     or any shard's name, stands for its set. Raises RequestError when the address cannot be read.
     """
-    url, token = resolve(address)
     label = public(address)
+    url, token = resolve(address)
     base = basename(url)
     if base.lower().endswith(_PICKLES):
         return _refused(label, rules, "extra.foreign.pickle", file=clean(base), found=clean(base))

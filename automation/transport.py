@@ -151,6 +151,10 @@ class RemoteBytes:
             raise _Again(_words(error.reason)) from error
         except (OSError, http.client.HTTPException) as error:
             raise _Again(_words(error)) from error
+        except RequestError:
+            raise
+        except ValueError as error:  # a host name or a redirect that urllib cannot take apart
+            raise RequestError(f"{self.name} is no address that can be opened, or it redirects to none.") from error
         with self._lock:
             self.fetched += len(data)
         return data

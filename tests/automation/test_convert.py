@@ -150,3 +150,18 @@ def test_command(tmp_path, command):
     assert json.loads(command("convert-workflow", source).out) == convert(API).content
     assert command("convert-workflow", tmp_path / "none.json").code == 2
     assert command("convert-workflow", source, tmp_path / "no" / "new.json").code == 2
+
+
+def test_command_replaces_nothing_unless_told_to(tmp_path, command):
+    """A workflow is work: OUT may be the file that a person meant to keep, or IN itself."""
+    source = tmp_path / "wf.json"
+    source.write_text(json.dumps(API))
+    before = source.read_text()
+    for target, words in ((source, "exists already"), (tmp_path, "is a folder")):
+        ran = command("convert-workflow", source, target)
+        assert ran.code == 2
+        assert words in ran.err
+    assert source.read_text() == before
+    assert command("convert-workflow", "--overwrite", source, source).code == 0
+    assert json.loads(source.read_text()) == convert(API).content
+    assert [path.name for path in tmp_path.iterdir()] == ["wf.json"]

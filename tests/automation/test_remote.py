@@ -240,6 +240,27 @@ def test_no_server_at_all(server, big):
         check_address(url)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://[::1/x.safetensors",
+        "http://127.0.0.1:99999/x.safetensors",
+        "http://me:hf_secret@127.0.0.1:port/x.safetensors",
+        f"http://{'a' * 300}/x.safetensors",
+        "http://",
+        "hf://",
+        "hf://[/b/c",
+        "ftp://host/x.safetensors",
+    ],
+)
+def test_what_is_no_address_is_one_sentence(command, address):
+    for name in ("check", "plan"):
+        ran = command(name, address)
+        assert (ran.code, ran.out) == (2, "")
+        assert len(ran.err.strip().splitlines()) == 1
+        assert "hf_secret" not in ran.err
+
+
 @pytest.mark.parametrize("behaviour", ["drip", "silent"])
 def test_slow_servers_end_in_time(server, big, behaviour):
     server.behaviour = behaviour

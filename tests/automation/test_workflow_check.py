@@ -130,6 +130,7 @@ def test_bad_requests(kit, workflow, models, command):
         ["--workflow", kit.folder / "none.json", "--models", models],
         ["--workflow", good, "--models", kit.folder / "nowhere"],
         ["--workflow", good, "--models", models, "--extra-model-paths", kit.folder / "none.yaml"],
+        ["--workflow", good, "--models", models, "--extra-model-paths", bad],
         ["--workflow", good, good, "--models", models],
         ["--workflow", good, "--all", models],
         [],
