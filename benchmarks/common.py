@@ -282,7 +282,7 @@ def compare(
             function()
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats):
-        names = list(functions) if turn % 2 == 0 else list(reversed(functions))
+        names = list(functions) if turn % 2 == 0 else list(functions)[::-1]
         for name in names:
             started = clock()
             functions[name]()

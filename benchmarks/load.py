@@ -279,7 +279,7 @@ def one_load(side: str, path: Path, verify: bool) -> dict[str, object]:
     load = loader(side, path.name)
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.init()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     reset_peak()
     before = common.resident()

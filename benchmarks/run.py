@@ -49,7 +49,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("check", "The cost of a check", 180),
-    Benchmark("faults", "Damaged and mis-declared checkpoints", 300),
+    Benchmark("faults", "Damaged and mis-declared checkpoints", 600),
     Benchmark("load", "Loading", 600),
     Benchmark("sample", "Sampling", 420),
     Benchmark("lora", "LoRAs", 300),
@@ -128,12 +128,11 @@ def section(benchmark: Benchmark, result: Result, plots: Sequence[str]) -> str:
         parts.append(f"**Failed**: {result.failed}\n\n{command}, {machine_line(result.machine)}")
         return "\n\n".join(parts)
     parts.append(result.question)
-    first, *others = result.tables or [None]
-    goals = [common.goals_table(result.goals)] if result.goals else []
-    tables = [table for table in (first, *goals, *others) if table is not None]
-    parts += [table.markdown() for table in tables[: 1 + len(goals)]]
+    leading, others = result.tables[:1], result.tables[1:]
+    leading += [common.goals_table(result.goals)] if result.goals else []
+    parts += [table.markdown() for table in leading]
     parts += [f"![{benchmark.heading}](plots/{name})" for name in plots]
-    parts += [table.markdown() for table in tables[1 + len(goals) :]]
+    parts += [table.markdown() for table in others]
     parts.append(f"{command} · [raw](results/{result.name}.json) · {machine_line(result.machine)}")
     return "\n\n".join(parts)
 
