@@ -357,7 +357,11 @@ def case_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def names(rows: Sequence[Row]) -> str:
-    return ", ".join(row.case.name for row in rows) or "none"
+    """The cases that miss a goal, with what became of each and where."""
+    return "; ".join(
+        f"{row.case.name} ({OUTCOMES[row.ours.outcome]}{f' in {row.ours.node}' if row.ours.node else ''})"
+        for row in rows
+    )
 
 
 def goals(rows: Sequence[Row], further: Sequence[Row]) -> list[Goal]:
@@ -393,7 +397,7 @@ def goals(rows: Sequence[Row], further: Sequence[Row]) -> list[Goal]:
             "100 %",
             f"{len(provable) - len(incomplete)} of {len(provable)}",
             not incomplete,
-            names(incomplete),
+            f"not all four: {names(incomplete)}" if incomplete else "",
         ),
         Goal(
             "files that are not the model: refused, or an error that names the layer",

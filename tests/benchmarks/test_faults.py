@@ -92,7 +92,7 @@ def test_a_silent_picture_or_a_late_error_of_ours_misses_the_goal():
     assert not met["damaged files tried on both loaders"]
 
     missed = faults.goals([row("nvfp4-marker-missing", "silent", "silent"), hidden], [])
-    assert [goal.explanation for goal in missed[:2]] == ["nvfp4-marker-missing"] * 2
+    assert [goal.explanation for goal in missed[:2]] == ["nvfp4-marker-missing (silent wrong picture)"] * 2
     assert not any(goal.met for goal in missed[:3])
 
 
