@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -25,11 +26,22 @@ Table = Callable[[Report, list[str]], str]
 
 
 def answered(name: str, run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """``run`` with our two kinds of failure turned into a sentence and an exit code."""
+    """``run`` with our two kinds of failure, and those of the system below, turned into a sentence and an exit code."""
 
     def wrapped(arguments: argparse.Namespace) -> int:
+        if console.is_closed():
+            console.complain(name, "standard output is closed; there is nowhere to write the answer.")
+            return BAD_REQUEST
         try:
-            return run(arguments)
+            code = run(arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # every file that is read or written has its own answer: this is standard output
+            console.abandon()
+            console.complain(name, f"the answer could not be written: {error.strerror or error}.")
+            return BAD_REQUEST
         except RequestError as error:
             console.complain(name, str(error))
             return BAD_REQUEST
@@ -173,7 +185,7 @@ def _check_all(arguments: argparse.Namespace) -> int:
             console.say(f"{words:<14} {clean(str(path), 300)}")
             if report.verdict == "refused":
                 console.say("\n".join(f"{'':<15}{line}" for line in verdict_text(report).splitlines()))
-        progress.show(f"[{number + 1}/{total}]")
+        progress.show(f"[{min(number + 1, total)}/{total}]")
     progress.clear()
     if arguments.json:
         console.say(json.dumps(tally.to_dict()))

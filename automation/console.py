@@ -4,6 +4,7 @@ looks.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TextIO
 
@@ -23,6 +24,20 @@ def say(text: str) -> None:
 def complain(command: str, text: str) -> None:
     """Why there is no answer."""
     sys.stderr.write(printable(f"quant-loader {command}: {text}", sys.stderr) + "\n")
+
+
+def is_closed() -> bool:
+    """Whether the process was started without a standard output."""
+    return sys.stdout is None
+
+
+def abandon() -> None:
+    """What is still buffered for a standard output that failed goes nowhere: Python would try again at exit."""
+    if sys.stdout is not sys.__stdout__ or sys.__stdout__ is None:
+        return  # not the process's own: nothing is flushed at exit
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.__stdout__.fileno())
+    os.close(nowhere)
 
 
 class Progress:

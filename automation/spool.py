@@ -58,7 +58,8 @@ def spooled(name: str) -> Iterator[Spool]:
         safe = os.path.basename(name.replace("\\", "/")).replace("\0", "") or "checkpoint.safetensors"
         if os.name == "nt":  # a file made elsewhere, or an address, may have a name that Windows cannot give
             safe = re.sub(r'[<>:"|?*\x00-\x1f]', "_", safe)
-        spool = Spool(os.path.join(folder, safe.encode("utf-8")[-200:].decode("utf-8", "ignore")))
+        short = os.fsencode(safe)[-200:].decode("utf-8", "ignore")  # names need not be UTF-8, the spool's is
+        spool = Spool(os.path.join(folder, short or "checkpoint.safetensors"))
         try:
             yield spool
         finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import http.client
 import json
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def with_our_loader(workflow: Workflow, rules: str, execution: str) -> Workflow:
     for node in workflow.values():
         if node["class_type"] == STOCK:
             node["class_type"] = OURS
-            node["inputs"] = {"model_name": node["inputs"]["unet_name"]}
+            node["inputs"] = {"model_name": node["inputs"].get("unet_name")}
         if node["class_type"] == OURS:
             node["inputs"].update(rules=rules, execution=execution)
     if not any(node["class_type"] == OURS for node in workflow.values()):
@@ -104,23 +105,28 @@ def refusals(node_errors: Any) -> str:
 # -- through the HTTP API ----------------------------------------------------------------------------------------------
 
 
+def with_scheme(address: str) -> str:
+    """``127.0.0.1:8188`` is what people type."""
+    return address if "://" in address else f"http://{address}"
+
+
 class Server:
     """ComfyUI's HTTP API."""
 
     def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/")
+        self.address = with_scheme(address).rstrip("/")
 
     def call(self, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and JSON of a GET, or of a POST when there is a body."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, json.loads(response.read() or b"{}")
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read() or b"{}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise NothingToRun(f"{self.address} does not answer as ComfyUI does: {error}") from error
 
     def queue(self, workflow: Workflow) -> tuple[str, str]:
@@ -193,13 +199,17 @@ def run_http(jobs: list[tuple[str, int, Workflow]], server: Server, timeout: flo
 
 def run_comfy(jobs: list[tuple[str, int, Workflow]], address: str, timeout: float, comfy: str) -> list[Result]:
     """One ``comfy run --wait`` for each prompt, one after the other."""
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(with_scheme(address))
+        host, port = parts.hostname or "127.0.0.1", parts.port or 8188
+    except ValueError as error:
+        raise NothingToRun(f"{address} is no address of a server: {error}") from error
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for file, seed, workflow in jobs:
             path = Path(folder, "workflow.json")
             path.write_text(json.dumps(workflow), encoding="utf-8")
-            where = ["--host", parts.hostname or "127.0.0.1", "--port", str(parts.port or 8188)]
+            where = ["--host", host, "--port", str(port)]
             command = [comfy, "--skip-prompt", "--json", "run", "--workflow", str(path), *where, "--wait"]
             results.append(Result(file, seed, *_comfy_run([*command, "--timeout", str(int(timeout))], timeout + 60)))
     return results

@@ -255,3 +255,13 @@ def test_names_with_line_breaks_and_control_characters_stay_on_their_line(kit, c
     assert ran.code == 0
     assert "\x1b" not in ran.out
     assert len(ran.out.splitlines()) == 2
+
+
+@posix
+def test_a_name_that_is_not_utf8_is_a_name(kit, command):
+    """File systems of other days hold bytes; a shell hands them over as they are."""
+    source = kit.file("in.safetensors", kit.int8(LAYER, {"convrot": True}))
+    odd = kit.folder / os.fsdecode(b"in-\xff\xe9.safetensors")
+    source.rename(odd)
+    assert command("repair", odd, kit.folder / os.fsdecode(b"out-\xff.safetensors")).code == 0
+    assert command("check", kit.folder / os.fsdecode(b"out-\xff.safetensors")).code == 0

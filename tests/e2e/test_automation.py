@@ -115,7 +115,25 @@ def test_nothing_to_run_is_two(server, batch, workflow, tmp_path, capsys):
     assert batch.main([str(tmp_path / "none.json"), "--files", "x", "--server", server.address]) == 2
     (tmp_path / "editor.json").write_text('{"nodes": []}')
     assert batch.main([str(tmp_path / "editor.json"), "--files", "x", "--server", server.address]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 3
+    for nonsense in ("no such host", "127.0.0.1:99999", "http://[::1"):
+        for via in ("http", "comfy"):
+            arguments = [
+                str(workflow),
+                "--files",
+                "x",
+                "--server",
+                nonsense,
+                "--via",
+                via,
+                "--comfy",
+                "no-such-program",
+            ]
+            assert batch.main(arguments) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 9
+
+
+def test_a_server_needs_no_scheme(server, batch):
+    assert batch.Server(server.address.removeprefix("http://")).call("/system_stats")[0] == 200
 
 
 # -- workflows ---------------------------------------------------------------------------------------------------------
