@@ -47,7 +47,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from quant_loader.demo.paths import comfyui_tree
+from quant_loader.demo.paths import CHECKOUT, comfyui_tree
 
 Cell = str | int | float | bool | None
 Clock = Callable[[], float]
@@ -60,6 +60,11 @@ class Wrong(RuntimeError):
 def say(text: str) -> None:
     """Progress, on standard error: standard output carries the tables."""
     print(text, file=sys.stderr, flush=True)
+
+
+def scrubbed(text: str) -> str:
+    """Text without the folders of this machine: of a path, the file's name stays."""
+    return re.sub(r"(?:/[\w.+-]+){2,}/", "", text.replace(str(CHECKOUT), "."))
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from quant_loader.demo.server import ComfyServer
 
 SIZE, STEPS = 64, 2
 PROMPT_SECONDS = 60.0
+MESSAGE = 300  # characters of a message that are kept
 REFERENCE = "reference-bf16.safetensors"
 
 Outcome = Literal["silent", "error", "named", "refused", "crash", "picture"]
@@ -110,6 +111,12 @@ def room(base: str) -> float:
     return expected.most / expected.measured
 
 
+def shown(message: str) -> str:
+    """The beginning of a message, without the folders of this machine."""
+    short = common.scrubbed(message)
+    return short if len(short) <= MESSAGE else f"{short[:MESSAGE]} ..."
+
+
 class Bench:
     """The server, kept alive, and the latent of the 16-bit file."""
 
@@ -159,12 +166,12 @@ class Bench:
         try:
             latent = self.latent(loader)
         except PromptRejected as rejected:
-            return Attempt("refused", message="\n".join(rejected.details()))
+            return Attempt("refused", message=shown("\n".join(rejected.details())))
         except PromptFailed as failed:
             error = failed.run.error or {}
             message = str(error.get("exception_message", "")).strip()
             named = case.layer is not None and case.layer in message
-            return Attempt("named" if named else "error", error.get("node_type"), message)
+            return Attempt("named" if named else "error", error.get("node_type"), shown(message))
         except (TimeoutError, ConnectionError, urllib.error.URLError, websocket.WebSocketException) as lost:
             self.restart()
             return Attempt("crash", message=type(lost).__name__)
@@ -374,12 +381,14 @@ def goals(rows: Sequence[Row], further: Sequence[Row]) -> list[Goal]:
     misfits = [row for row in both if row.case.proof == "model"]
     unnamed = [row for row in misfits if row.ours.outcome not in ("named", "refused")]
     refused_sound = [row for row in both if row.case.proof == "sound" and row.ours.outcome != "picture"]
+    shared = [row for row in rows if row.case.proof == "header"]
+    stock_provable = sum(row.stock.outcome == "silent" for row in shared)
     stock_silent = sum(row.stock.outcome == "silent" for row in damaged)
     return [
         Goal(
             "silent wrong pictures, where the header proves the fault",
             "0",
-            f"{len(silent)} of {len(provable)}",
+            f"{len(silent)} of {len(provable)}; stock: {stock_provable} of {len(shared)}",
             not silent,
             names(silent),
             summary=True,
@@ -405,6 +414,7 @@ def goals(rows: Sequence[Row], further: Sequence[Row]) -> list[Goal]:
             f"{len(misfits) - len(unnamed)} of {len(misfits)}",
             not unnamed,
             names(unnamed),
+            summary=True,
         ),
         Goal("sound files refused or wrong", "0", str(len(refused_sound)), not refused_sound, names(refused_sound)),
         Goal(
@@ -416,22 +426,25 @@ def goals(rows: Sequence[Row], further: Sequence[Row]) -> list[Goal]:
     ]
 
 
+PLOTTED: tuple[Outcome, ...] = ("refused", "named", "picture", "silent", "error", "crash")
+
+
 def plot(rows: Sequence[Row]) -> Plot:
     damaged = [row for row in rows if row.case.proof != "sound"]
-    lines = counts(damaged)
+    provable = [row for row in damaged if row.case.proof == "header"]
+    other = [row for row in damaged if row.case.proof != "header"]
+    bars: dict[str, Counter[Outcome]] = {}
+    for name, part in (("the header proves it", provable), ("it does not", other)):
+        bars[f"stock:\n{name}"] = Counter(row.stock.outcome for row in part)
+        bars[f"Quant Loader:\n{name}"] = Counter(row.ours.outcome for row in part)
     return Plot(
         "faults",
         f"{len(damaged)} damaged checkpoints",
-        ["stock", "Quant Loader"],
-        {label: [_number(line[1 + at]) for line in lines] for at, label in enumerate(OUTCOMES.values())},
+        list(bars),
+        {OUTCOMES[outcome]: [float(found[outcome]) for found in bars.values()] for outcome in PLOTTED},
         y_label="checkpoints",
         kind="stacked",
     )
-
-
-def _number(value: Cell) -> float:
-    assert isinstance(value, int)
-    return float(value)
 
 
 def _plain(row: Row) -> dict[str, object]:

@@ -55,7 +55,8 @@ def _numbers(values: list[float | None]) -> list[float]:
 
 def _positions(axes: Any, plot: Plot) -> range:
     places = range(len(plot.x))
-    tilted = max(len(str(label)) for label in plot.x) * len(plot.x) > 70
+    longest = max(len(line) for label in plot.x for line in str(label).splitlines())
+    tilted = longest * len(plot.x) > 90
     axes.set_xticks(
         places, [str(label) for label in plot.x], rotation=25 if tilted else 0, ha="right" if tilted else "center"
     )
@@ -72,10 +73,11 @@ def _bars(axes: Any, plot: Plot) -> None:
 
 def _stacked(axes: Any, plot: Plot) -> None:
     floor = [0.0] * len(plot.x)
+    most = max(sum(values[at] or 0.0 for values in plot.series.values()) for at in range(len(plot.x)))
     for number, (label, values) in enumerate(plot.series.items()):
         heights = [value or 0.0 for value in values]
         bars = axes.bar(_positions(axes, plot), heights, 0.55, floor, label=label, color=COLOURS[number % len(COLOURS)])
-        shown = [f"{height:g}" if height else "" for height in heights]
+        shown = [f"{height:g}" if height > most / 25 else "" for height in heights]  # others have no room for it
         axes.bar_label(bars, shown, label_type="center", fontsize=8, color="white")
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
 

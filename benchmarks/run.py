@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 import subprocess
 import sys
 import tempfile
@@ -54,20 +53,15 @@ BENCHMARKS = (
     Benchmark("sample", "Sampling", 420),
     Benchmark("lora", "LoRAs", 300),
     Benchmark("quality", "Quality", 300),
-    Benchmark("linears", "Single linears on the CPU", 240),
+    Benchmark("cpu", "Single linears on the CPU", 300),
 )
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def scrubbed(text: str) -> str:
-    """Text of a failure without this machine's folders."""
-    return re.sub(r"(?:/[\w.+-]+){2,}/", "", text.replace(str(CHECKOUT), "."))
-
-
 def failed(name: str, reason: str) -> Result:
-    return Result(name, "", common.machine(), [], failed=scrubbed(reason))
+    return Result(name, "", common.machine(), [], failed=common.scrubbed(reason))
 
 
 def run_one(benchmark: Benchmark, quick: bool) -> Result:

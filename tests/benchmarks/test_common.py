@@ -108,6 +108,11 @@ def test_the_machine_is_described_without_naming_it():
     assert getpass.getuser() not in facts.values()
 
 
+def test_a_message_tells_nothing_of_the_folders_here():
+    text = f"no file {CHECKOUT}/benchmarks/x.py in /home/somebody/models/y.safetensors"
+    assert common.scrubbed(text) == "no file ./benchmarks/x.py in y.safetensors"
+
+
 def test_stopwatches_count_what_was_asked_for():
     calls = []
     ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0])
