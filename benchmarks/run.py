@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,21 +66,35 @@ def failed(name: str, reason: str) -> Result:
     return Result(name, "", common.machine(), [], failed=common.scrubbed(reason))
 
 
+def stop(child: subprocess.Popen[str]) -> None:
+    """Interrupts a benchmark, so that it can stop its server and remove its files; ends it where it does not."""
+    if os.name == "nt":
+        child.terminate()
+    else:
+        child.send_signal(signal.SIGINT)
+    try:
+        child.communicate(timeout=30.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+
+
 def run_one(benchmark: Benchmark, quick: bool) -> Result:
     """Runs a benchmark in a child process; its result, or one that says how it failed."""
     limit = benchmark.limit * (1 if quick else FULL_FACTOR)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-I", "-m", benchmark.module, "--json", str(path), *(["--quick"] if quick else [])]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        # Whatever the child leaves behind when it is stopped goes with the folder.
+        environment = {**os.environ, "TMPDIR": folder, "TEMP": folder}
+        child = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             _, errors = child.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            child.terminate()
-            child.communicate()
+            stop(child)
             return failed(benchmark.name, f"took longer than {limit} s")
         except BaseException:
-            child.kill()
+            stop(child)
             raise
         if child.returncode == 0 and path.exists():
             return common.read_json(path)
