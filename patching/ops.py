@@ -56,20 +56,29 @@ class _Packable:
     is_table = False
 
     context: LoadContext
+    module_dtype: torch.dtype
     weight: Any
     bias: Any
+    spec: LayerSpec | None
+    side_path: SidePath | None
+    guard: guard.OutputGuard
+    # What ran instead of the kernel (keys: the names in kernel_report), outside compiled graphs.
+    dense_calls: Counter[str]
+    _operators: dict[tuple[str, int | None], Any]
 
     def _init_packable(self, context: LoadContext, dtype: torch.dtype | None) -> None:
-        self.context = context
-        self.module_dtype = dtype if dtype is not None else torch.get_default_dtype()
-        self.weight_comfy_model_dtype = dtype
-        self.bias_comfy_model_dtype = dtype
-        self.spec: LayerSpec | None = None
-        self.side_path: SidePath | None = None
-        self.guard = guard.OutputGuard()
-        # What ran instead of the kernel (keys: the names in kernel_report), outside compiled graphs.
-        self.dense_calls: Counter[str] = Counter()
-        self._operators: dict[tuple[str, int | None], Any] = {}
+        # Past torch's __setattr__, which looks for parameters and modules in each of them: a twentieth of a load.
+        self.__dict__.update(
+            context=context,
+            module_dtype=dtype if dtype is not None else torch.get_default_dtype(),
+            weight_comfy_model_dtype=dtype,
+            bias_comfy_model_dtype=dtype,
+            spec=None,
+            side_path=None,
+            guard=guard.OutputGuard(),
+            dense_calls=Counter(),
+            _operators={},
+        )
 
     def _take(self, weight: Any, module_shape: tuple[int, ...]) -> None:
         """Adopt a packed weight, or note that it does not fit ``module_shape``."""
