@@ -41,7 +41,7 @@ Outcome = Literal["silent", "error", "named", "refused", "crash", "picture"]
 OUTCOMES: dict[Outcome, str] = {
     "silent": "silent wrong picture",
     "error": "error without the layer's name",
-    "named": "error with it",
+    "named": "error with the layer's name",
     "refused": "refused before loading",
     "crash": "server crashed or hung",
     "picture": "right picture all the same",
@@ -434,12 +434,12 @@ def plot(rows: Sequence[Row]) -> Plot:
     provable = [row for row in damaged if row.case.proof == "header"]
     other = [row for row in damaged if row.case.proof != "header"]
     bars: dict[str, Counter[Outcome]] = {}
-    for name, part in (("the header proves it", provable), ("it does not", other)):
-        bars[f"stock:\n{name}"] = Counter(row.stock.outcome for row in part)
-        bars[f"Quant Loader:\n{name}"] = Counter(row.ours.outcome for row in part)
+    for name, part in (("provable", provable), ("not provable", other)):
+        bars[f"stock\n{name}"] = Counter(row.stock.outcome for row in part)
+        bars[f"ours\n{name}"] = Counter(row.ours.outcome for row in part)
     return Plot(
         "faults",
-        f"{len(damaged)} damaged checkpoints",
+        f"{len(damaged)} damaged checkpoints, by whether the header proves the fault",
         list(bars),
         {OUTCOMES[outcome]: [float(found[outcome]) for found in bars.values()] for outcome in PLOTTED},
         y_label="checkpoints",

@@ -31,6 +31,7 @@ def draw(plot: Plot) -> bytes:
     if plot.log_y:
         axes.set_yscale("log")
     else:
+        axes.margins(y=0.06)
         axes.set_ylim(bottom=0)
     for value, label in plot.line.items():
         axes.axhline(value, color=INK, linewidth=1, linestyle="--")
