@@ -236,6 +236,16 @@ BREAKS = {
 }
 
 
+def excerpt(command, output):
+    """What the documents show of an answer: a check's verdict, a repair's first change and its end."""
+    lines = output.splitlines()
+    if command == "check":
+        return [lines[1]]
+    changes, last = lines[:-1], lines[-1]
+    more = [f"  ... and {len(changes) - 1} more"] if len(changes) > 1 else []
+    return [changes[0], *more, last]
+
+
 @pytest.mark.parametrize("quantizer", BREAKS)
 def test_repaired_file_renders_as_the_unbroken_one(server, tensors, render, rendered, quantizer):
     """Broken, refused, mended by the command, and then the very same picture."""
@@ -244,15 +254,22 @@ def test_repaired_file_renders_as_the_unbroken_one(server, tensors, render, rend
     quantize.save(broken, *BREAKS[quantizer](quantize.quantize(tensors, quantizer)[0]))
     with broken.open("ab") as file:
         file.write(b"\0" * 512 if quantizer == "convrot_w4a4" else b"")
+    mended.unlink(missing_ok=True)
     program = str(Path(sys.executable).with_name("quant-loader"))
-    commands = [["check", broken], ["repair", "--overwrite", broken, mended], ["check", mended]]
-    codes = []
+    commands = [["check", broken.name], ["repair", broken.name, mended.name], ["check", mended.name]]
+    codes, transcript = [], []
     for command in commands:
-        done = subprocess.run([program, *map(str, command)], capture_output=True, text=True, timeout=120, check=False)
-        print(f"\n$ quant-loader {' '.join(Path(word).name for word in map(str, command))}  -> {done.returncode}")
-        print(done.stdout + done.stderr)
+        done = subprocess.run([program, *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        transcript += [
+            f"$ quant-loader {' '.join(command)}",
+            *excerpt(command[0], done.stdout),
+            f"-> {done.returncode}",
+        ]
         codes.append(done.returncode)
+    print("\n".join(transcript))
     assert codes == [1, 0, 0]
+    documented = (CHECKOUT / "docs" / "automation.md").read_text(encoding="utf-8")
+    assert "".join(f"    {line}\n" for line in transcript) in documented, "docs/automation.md shows this run"
     with pytest.raises(PromptRejected):
         render(workflows.quant_loader(broken.name))
     _, latent = render(workflows.quant_loader(mended.name))
