@@ -156,14 +156,13 @@ def layer_table(found: dict[tuple[str, str], dict[str, Any]], K: int) -> Table:
 
 
 def one_side(side: str, folder: Path, device: str, cases: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Samples and decodes every case of one side; the dense side leaves what the others are compared with."""
+    """Samples and decodes every case of one side; the 16-bit model's results stay in `folder` to be compared with."""
     in_process.prepare(device)
     import comfy.sd
     from safetensors.torch import load_file, save_file
 
     vae = comfy.sd.VAE(sd=models.taesd_state_dict())
     truth_file = folder / "truth.safetensors"
-    truth = {} if side == DENSE else load_file(truth_file)
     answers: dict[str, Any] = {}
     for fmt, mode in cases:
         key = sample.label(fmt, mode)
@@ -175,10 +174,10 @@ def one_side(side: str, folder: Path, device: str, cases: Sequence[Sequence[str]
                 raise
             answers[key] = {"failed": f"{type(error).__name__}: {error}"[:200]}
             continue
-        picture = vae.decode(latent.nan_to_num()).float().cpu().contiguous()
-        if not truth:
+        picture = vae.decode(latent.nan_to_num()).detach().float().cpu().contiguous()
+        if fmt == DENSE:
             save_file({"latent": latent, "picture": picture}, truth_file)
-            truth = {"latent": latent, "picture": picture}
+        truth = load_file(truth_file)
         answers[key] = {
             "latent": in_process.relative(latent, truth["latent"]),
             "psnr": psnr(picture, truth["picture"]),
@@ -205,7 +204,7 @@ def pictures(formats: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
             order = {"side": side, "device": device, "cases": sample.cases_of(side, formats)}
             found[side] = common.in_child(MODULE, "--one", json.dumps(order), "--folder", str(folder))
             say(f"  {side}: {len(found[side])} pictures")
-    if not found[DENSE][DENSE]["spread"] > 0.02:
+    if not found["stock"][DENSE]["spread"] > 0.02:
         raise Wrong("the 16-bit model's picture is flat, so a difference to it says nothing")
     for key, one in found["ours"].items():
         most = sample.MOST[key.split()[0]]

@@ -4,9 +4,9 @@
         [--formats fp8,nvfp4] [--cpu-time]
 
 A Flux with random weights is written in 16 bits and in every format, and sampled by ComfyUI's own Euler sampler
-without guidance. Each side (16-bit, stock, ours with every mode) has a process of its own a round; sides change their
-order from round to round. Timed is the model's call in each step, by the wall clock (or in CPU time on a machine that
-others use); the first call of a model is not counted unless a step takes longer than `SLOW` seconds.
+without guidance. Each side (stock with the 16-bit model; ours with every mode) has a process of its own a round; they
+change their order from round to round. Timed is the model's call in each step, by the wall clock (or in CPU time on a
+machine that others use); the first call of a model is not counted unless a step takes longer than `SLOW` seconds.
 
 First the results: the latent of every run is compared with the 16-bit model's. A stock result that is not what the
 format's precision explains is reported as wrong and has no time; one of ours fails the benchmark.
@@ -28,7 +28,7 @@ from quant_loader.benchmarks.common import Cell, Goal, Plot, Result, Table, Wron
 from quant_loader.benchmarks.in_process import DENSE, MODES, Size
 
 MODULE = "quant_loader.benchmarks.sample"
-SIDES = (DENSE, "stock", "ours")
+SIDES = ("stock", "ours")
 
 QUICK = Size(768, 1, 1, 512, 64)
 FULL = Size(1536, 1, 2, 1024, 128)
@@ -40,8 +40,8 @@ THROUGH_INT8 = ("fp8", "mxfp8", "nvfp4", "convrot_w4a4")
 SLOW = 3.0
 
 # Largest relative L2 difference of the latent to the 16-bit model's: half of the error bound of one layer's output with
-# its activations quantised as well (a latent, which keeps much of the noise, differs by a quarter to a third of it).
-# INT8 without rotation has the bound for heavy tails; W4A8's uniform grid that of NVFP4 weights.
+# its activations quantised as well. A latent keeps much of the noise: 0.25 to 0.6 of a layer's error were measured.
+# INT8 without rotation has the bound for heavy tails; W4A8's uniform grid, of 0.087 error, that of NVFP4.
 MOST = {
     "int8_row": 0.015,
     "int8_convrot": 0.008,
@@ -49,16 +49,16 @@ MOST = {
     "mxfp8": 0.020,
     "nvfp4": 0.070,
     "convrot_w4a4": 0.140,
-    "asym_w4a8": 0.050,
+    "asym_w4a8": 0.070,
     "quanto_int8": 0.015,
 }
 
 
 def cases_of(side: str, formats: Sequence[str]) -> list[tuple[str, str]]:
-    """(format, mode) of everything that a side runs."""
-    if side == DENSE:
-        return [(DENSE, "")]
-    return [(fmt, mode) for fmt in formats for mode in (MODES if side == "ours" else ("",))]
+    """(format, mode) of everything that a side runs; the 16-bit model first, in the process of the stock loader."""
+    if side == "stock":
+        return [(DENSE, ""), *((fmt, "") for fmt in formats)]
+    return [(fmt, mode) for fmt in formats for mode in MODES]
 
 
 def label(fmt: str, mode: str) -> str:
@@ -69,13 +69,12 @@ def label(fmt: str, mode: str) -> str:
 
 
 def one_side(side: str, folder: Path, size: Size, steps: int, device: str, cases: list[tuple[str, str]]) -> Any:
-    """Samples every case; the dense side leaves its latent in `folder` for the others to compare with."""
+    """Samples every case; the 16-bit model's latent stays in `folder` for the others to be compared with."""
     in_process.prepare(device)
     import torch
     from safetensors.torch import load_file, save_file
 
     truth_file = folder / "latent.safetensors"
-    truth = None if side == DENSE else load_file(truth_file)["latent"]
     answers: dict[str, Any] = {}
     for fmt, mode in cases:
         try:
@@ -86,12 +85,12 @@ def one_side(side: str, folder: Path, size: Size, steps: int, device: str, cases
                 raise
             answers[label(fmt, mode)] = {"failed": f"{type(error).__name__}: {error}"[:200]}
             continue
-        if truth is None:
+        if fmt == DENSE:
             save_file({"latent": sampled.latent}, truth_file)
         answers[label(fmt, mode)] = {
             "wall": sampled.wall,
             "cpu": sampled.cpu,
-            "error": 0.0 if truth is None else in_process.relative(sampled.latent, truth),
+            "error": in_process.relative(sampled.latent, load_file(truth_file)["latent"]),
             "kernel": kernels_of(patcher) if side == "ours" else "",
         }
         del patcher
@@ -118,7 +117,7 @@ def measure(size: Size, formats: Sequence[str], steps: int, rounds: int, device:
         folder = Path(name)
         in_process.write_models(folder, in_process.flux_state_dict(size), tuple(formats))
         for turn in range(rounds):
-            for side in SIDES if turn % 2 == 0 else (DENSE, *reversed(SIDES[1:])):
+            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 cases = [case for case in cases_of(side, formats) if worth_repeating(found[side].get(label(*case)))]
                 if not cases:
                     continue
@@ -152,6 +151,8 @@ def check(found: dict[str, Any]) -> dict[str, str]:
                 f"{key}: the latent is {case['error']:.3g} away from the 16-bit model's, expected {most} at most"
             )
     for key, case in found["stock"].items():
+        if key == DENSE:
+            continue
         if "failed" in case:
             wrong[key] = case["failed"]
         elif not case["error"] <= MOST[key]:
@@ -171,7 +172,7 @@ def over(a: float | None, b: float | None) -> float | None:
 
 def times_of(found: dict[str, Any], wrong: dict[str, str], clock: str) -> dict[str, dict[str, float | None]]:
     """label of ours -> seconds a step of ours, stock (None where wrong) and 16-bit."""
-    dense = seconds(found[DENSE][DENSE], clock)
+    dense = seconds(found["stock"][DENSE], clock)
     return {
         key: {
             "ours": seconds(case, clock),
@@ -257,9 +258,9 @@ def run(
     device: str = "auto",
     clock: str = "wall",
 ) -> Result:
-    """`quick`: 768 channels, two steps; else 1536 channels, four steps. Three rounds."""
+    """`quick`: 768 channels, three steps, two rounds; else 1536 channels, four steps, three rounds."""
     size = size or (QUICK if quick else FULL)
-    measured = measure(size, formats, steps or (2 if quick else 4), rounds or 3, device)
+    measured = measure(size, formats, steps or (3 if quick else 4), rounds or (2 if quick else 3), device)
     found, threads = measured["cases"], measured["threads"]
     wrong = check(found)
     times = times_of(found, wrong, clock)
