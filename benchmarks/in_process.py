@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from quant_loader.demo import models, quantize
 from quant_loader.demo.paths import comfyui_tree
+from quant_loader.kernels import Mode
 
 DENSE = "dense"
 HEAD = 128  # Flux's axes_dim sum
-MODES = ("auto", "native", "int8", "exact")
+MODES: tuple[Mode, ...] = ("auto", "native", "int8", "exact")
 
 #: What a loader or a sampler raises on a file it cannot handle. Anything else ends the child.
 STOCK_ERRORS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError)
