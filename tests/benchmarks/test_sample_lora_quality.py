@@ -91,7 +91,7 @@ def test_the_goals_of_sampling_name_the_worst_format() -> None:
     assert "(fp8)" in never.name
     assert (never.measured, never.met) == ("0.900", False)
     assert (int8.measured, int8.met) == ("1.20", False)
-    assert "fp8 1.80" in others.explanation
+    assert "fp8 1.80 and 2.00" in others.explanation
 
 
 # --- LoRAs ------------------------------------------------------------------------------------------------------------
