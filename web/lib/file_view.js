@@ -179,8 +179,9 @@ function repairOffer(check) {
   );
 }
 
-/** The whole answer for one file. `view` holds { subject, check, plan, error } and `place`, where its reader is. */
-export function fileView(view, actions, named) {
+/** The whole answer for one file. `view` holds { subject, check, plan, error } and `place`, where its reader is; `ran`: what its
+ * layers did, which belongs above everything that may have to be scrolled to. */
+export function fileView(view, actions, named, ran) {
   const { subject, check, plan, error } = view;
   if (subject.linked) return h("p", { class: "ql-muted" }, t("state.linked"));
   const title = named && h("div", { class: "ql-file ql-name" }, subject.file);
@@ -199,6 +200,7 @@ export function fileView(view, actions, named) {
     summary(check),
     check.layers.length > 0 && check.verdict !== "unquantized" && byteBar(check),
     strip(view),
+    ran,
     compatibleAccepts(check) && h("p", { class: "ql-good" }, t("offer.compatible")),
     groupList(check),
     repairOffer(check),

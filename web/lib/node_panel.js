@@ -233,11 +233,13 @@ export class NodePanel {
       // The check says the same with more room; without its answer the run's own words stand.
       if (!views.some((view) => view.check?.verdict === "refused")) parts.push(h("p", { class: "ql-run-text" }, this.refusal));
     }
-    const files = views.flatMap((view) => h("div", { class: "ql-file-view" }, fileView(view, actionsOf(view), views.length > 1)));
+    const single = views.length === 1 && views[0].check;
+    // Figures of an earlier run would contradict "the last run was stopped here".
+    const ran = this.ran?.length && !this.refusal ? figuresView(this.ran, single ? views[0].plan : null) : null;
+    if (ran && !single) parts.push(ran);
+    const files = views.flatMap((view) => h("div", { class: "ql-file-view" }, fileView(view, actionsOf(view), views.length > 1, single && ran)));
     if (files.length > 0) parts.push(...files);
     else if (this.entry.files.length > 0) parts.push(h("p", { class: "ql-muted" }, t("state.nothing")));
-    // Figures of an earlier run would contradict "the last run was stopped here".
-    if (this.ran?.length && !this.refusal) parts.push(figuresView(this.ran, views.length === 1 ? views[0].plan : null));
     if (this.report) parts.push(reportView(this.report));
     // Screen readers hear the verdict when it changes, not the whole panel.
     const verdicts = views.filter((view) => view.check).map((view) => `${view.subject.file}: ${t(`verdict.${view.check.verdict}`)}`);

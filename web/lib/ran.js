@@ -17,7 +17,7 @@ const names = (layers, count) =>
     count > layers.length && h("span", { class: "ql-muted" }, ` ${t("more.names", { count: count - layers.length })}`),
   );
 
-function row(group, { named = false, reason = true } = {}) {
+function row(group, named) {
   const calls = group.calls === undefined ? "" : ` · ${t("ran.calls", { count: group.calls })}`;
   return h(
     "li",
@@ -32,7 +32,7 @@ function row(group, { named = false, reason = true } = {}) {
       calls,
     ),
     named && names(group.layers, group.count),
-    reason && group.reason && h("div", { class: "ql-reason" }, group.slow ? `${t("plan.why")}: ${group.reason}` : group.reason),
+    group.reason && h("div", { class: "ql-reason" }, group.slow ? `${t("plan.why")}: ${group.reason}` : group.reason),
   );
 }
 
@@ -57,10 +57,11 @@ function kinds(part) {
 }
 
 function partView(part, plan, titled) {
-  // The plan above names the kernel of every layer already: what went as planned and fast is not said twice.
+  // The plan names the kernel of every layer already: what went as planned and fast is not said twice.
   const planned = new Set((plan?.groups ?? []).map((group) => `${group.format} ${kernel(group)} ${group.reason}`));
   const told = (group) => planned.has(`${group.format} ${kernel(group)} ${group.reason}`);
-  const loud = part.groups.filter((group) => group.slow || (group.execution === "exact" && !group.lookup) || !told(group));
+  const behind = (group) => group.slow || (group.execution === "exact" && !group.lookup);
+  const loud = part.groups.filter((group) => behind(group) || !told(group));
   const hidden = Math.max(loud.length - SHOWN, 0) + part.more_groups;
   return [
     titled && h("h5", {}, t(`part.${part.part}`)),
@@ -68,7 +69,7 @@ function partView(part, plan, titled) {
     h(
       "ul",
       {},
-      loud.slice(0, SHOWN).map((group) => row(group, { named: group.slow || group.execution === "exact", reason: !told(group) })),
+      loud.slice(0, SHOWN).map((group) => row(group, behind(group))),
       hidden > 0 && h("li", { class: "ql-muted" }, t("more.groups", { count: hidden })),
       part.loaded_dequantised.map((group) =>
         h("li", {}, h("div", {}, h("b", {}, `${group.count} × `), t("ran.loading")), names(group.layers, group.count), h("div", { class: "ql-reason" }, group.reason)),
@@ -111,7 +112,7 @@ export function reportView(entries) {
     h("h4", {}, t("ran.report")),
     list.map((entry) => [
       entry.summary && h("p", { class: "ql-summary" }, entry.summary),
-      counted(entry).length > 0 && h("ul", {}, counted(entry).slice(0, SHOWN).map((group) => row(group))),
+      counted(entry).length > 0 && h("ul", {}, counted(entry).slice(0, SHOWN).map((group) => row(group, false))),
       counted(entry).length > SHOWN && h("p", { class: "ql-muted" }, t("more.groups", { count: counted(entry).length - SHOWN })),
     ]),
   );

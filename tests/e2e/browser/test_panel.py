@@ -289,6 +289,7 @@ def test_after_a_run_slow_layers_are_named(editor: Any, text_to_image: Callable[
     ran.get_by_text("13 dequantised").wait_for()
     assert "double_blocks.0.img_attn.proj" in ran.inner_text()
     assert "and 9 more" in ran.inner_text()
+    assert "The weight is decoded" in ran.inner_text(), "the reason"
     report = editor.page.locator(".ql-panel", has_not_text="Sound").locator(".ql-ran")
     assert "13 quantised layers" in report.inner_text(), "the Kernel Report node speaks for itself"
     editor.shot("after-a-slow-run")
