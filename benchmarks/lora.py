@@ -255,8 +255,8 @@ def table(found: dict[str, dict[str, Any]], size: Size) -> Table:
     columns += ["step with / without, ours", "step with / without, stock", "step with, ours / stock"]
     note = (
         f"A Flux of {size}, LoRAs on every packed layer, ||BA|| / ||W|| = {EFFECT} each. Times are medians by the "
-        "wall clock; removing takes some 10 ms, and stock, whose rounds are long, gets only one or two, so single ratios "
-        "there scatter. Ratios are ours / stock, or with / without: at most 1 is good. Our codes never "
+        "wall clock; removing takes some 10 ms, and stock, whose rounds are long, gets only one or two, so single "
+        "ratios there scatter. Ratios are ours / stock, or with / without: at most 1 is good. Our codes never "
         "change (checked); stock's are restored on removal. Effect error: 1 means that the rounding is as large as the "
         "LoRA's effect."
     )

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,19 +174,22 @@ def test_the_table_of_linears_says_what_was_measured() -> None:
         assert all("VPDPBUSD" in goal.explanation for goal in result.goals[:-1] if not goal.met)
 
 
-def test_slow_calls_are_not_repeated() -> None:
+def test_functions_are_timed_in_turn_and_slow_ones_less_often() -> None:
     now = 0.0
-    cost = 0.0
+    calls: list[str] = []
 
-    def clock() -> float:
-        return now
+    def takes(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal now
+            now += seconds
+            calls.append(name)
 
-    def call() -> None:
-        nonlocal now
-        now += cost
+        return call
 
-    watch = cpu.Stopwatch(clock, 5)
-    for cost, calls in ((2 * cpu.SLOW, 1), (0.75, 2), (0.05, 6)):  # the first call counts only where it is slow
-        now = 0.0
-        assert watch.least(call) == pytest.approx(1000 * cost)
-        assert now == pytest.approx(calls * cost)
+    watch = cpu.Stopwatch(lambda: now, 5)
+    fast = watch.in_turn({"a": takes("a", 0.05), "b": takes("b", 0.1)})
+    assert fast == pytest.approx({"a": 50.0, "b": 100.0})
+    assert calls == ["a", "b"] * 6
+    calls.clear()
+    assert watch.least(takes("slow", 2.0)) == pytest.approx(2000.0)
+    assert calls == ["slow"] * 3
