@@ -13,10 +13,10 @@ from .files import Checkpoint, as_paths, load
 from .findings import Findings
 from .formats import FORMATS, Format, mxfp8, quanto
 from .header import TensorInfo
-from .layer import SCALE_SUFFIXES, Layer, Read, Understood, typed
+from .layer import SCALE_SUFFIXES, Layer, Understood, typed
 from .report import LayerSpec, Report, Rules
 from .summary import summarise
-from .values import check_values
+from .values import Reads, check_values
 from .words import clean, conf, dims, listing, show
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
@@ -115,7 +115,7 @@ class _Check:
         self.compatible = compatible
         self.rename = rename
         self.specs: list[LayerSpec] = []
-        self.reads: list[Read] = []
+        self.reads = Reads()
         self.parts: dict[str, dict[str, TensorInfo]] = {}
         """Layer prefix -> suffix -> tensor, for the suffixes that quantisation uses."""
         self.other_suffixes: set[str] = set()
@@ -133,7 +133,8 @@ class _Check:
         if quanto.is_quanto(metadata):
             specs, reads, used = quanto.check(metadata, self.tensors, self.findings, self.rename)
             self.specs.extend(specs)
-            self.reads.extend(reads)
+            for read in reads:
+                self.reads.add(read)
             self.suspects.update(
                 name[: -len(".weight._data")] for name in self.tensors if name.endswith(".weight._data")
             )
@@ -149,14 +150,16 @@ class _Check:
 
     def _index(self) -> None:
         parts = self.parts
+        others: list[str] = []
         for name, tensor in self.tensors.items():
             prefix, dot, suffix = name.rpartition(".")
             if suffix not in _PART_SUFFIXES:
-                self.other_suffixes.add(suffix)
+                others.append(suffix)
             elif prefix in parts:
                 parts[prefix][suffix] = tensor
             elif dot:
                 parts[prefix] = {suffix: tensor}
+        self.other_suffixes = set(others)
 
     def _comfy(self, metadata: Mapping[str, str]) -> None:
         declared = declarations.collect(self.checkpoint, self.findings, compatible=self.compatible)
@@ -278,17 +281,13 @@ class _Check:
         kinds: dict[tuple[Any, ...], _Kind] = {}
         nothing: dict[str, TensorInfo] = {}
         all_parts, broken, rename = self.parts, declared.broken, self.rename
-        specs_append, reads_append = self.specs.append, self.reads.append
+        specs_append = self.specs.append
         for prefix, declaration in declared.layers.items():
             if prefix in broken:
                 continue
             parts = all_parts.get(prefix, nothing)
-            key = (
-                id(declaration.conf),
-                declaration.by,
-                declaration.notes,
-                *[(suffix, t.dtype, t.shape) for suffix, t in parts.items()],
-            )
+            stored = [(suffix, tensor[1], tensor[2]) for suffix, tensor in parts.items()]
+            key = (id(declaration.conf), declaration.by, declaration.notes, *stored)
             kind = kinds.get(key)
             if kind is None:
                 layer, understood = self._layer(declaration, parts, declared)
@@ -297,14 +296,16 @@ class _Check:
                 used[prefix] = layer.used
                 if understood is None:
                     continue
-                kind = _Kind(declaration, layer, understood)
+                kind = _Kind(declaration, layer, understood, self.reads)
                 self.kinds.append(kind)
                 if layer.silent and declaration.aliases is None:
                     kinds[key] = kind
             used[prefix] = kind.used
-            specs_append(kind.spec(rename(prefix), parts))
-            for suffix, rest in kind.reads:
-                reads_append(Read(prefix, parts[suffix], *rest))
+            specs_append(kind.spec(prefix if rename is _unchanged else rename(prefix), parts))
+            for suffix, canonical, batch in kind.reads:
+                batch.layers.append(prefix)
+                batch.tensors.append(parts[suffix])
+                batch.suffixes.append(canonical)
         return used
 
     def _layer(
@@ -407,7 +408,7 @@ class _Check:
         broken = declared.broken if declared else set()
         nothing: Set[str] = frozenset()
         for prefix, parts in self.parts.items():
-            if len(parts) == 1 and "weight" in parts:
+            if (len(parts) == 1 and "weight" in parts) or parts.keys() <= used.get(prefix, nothing):
                 continue
             orphans = parts.keys() - used.get(prefix, nothing)
             orphans.discard("weight")
@@ -447,7 +448,7 @@ class _Check:
 class _Kind:
     """What all layers of one kind have in common."""
 
-    def __init__(self, declaration: Declaration, layer: Layer, understood: Understood) -> None:
+    def __init__(self, declaration: Declaration, layer: Layer, understood: Understood, reads: Reads) -> None:
         self.prefix = declaration.prefix
         self.format = str(declaration.conf["format"])
         self.marker = {**declaration.conf, **{f"_{key}": value for key, value in understood.annotations.items()}}
@@ -455,7 +456,11 @@ class _Kind:
         scale = layer.parts.get("weight_scale")
         self.scale_dtype = scale.dtype if scale is not None else ""
         self.used = layer.used
-        self.reads = [(read.tensor.name.rpartition(".")[2], read[2:]) for read in layer.reads]
+        self.reads = [
+            (read.tensor.name.rpartition(".")[2], read.suffix, batch)
+            for read in layer.reads
+            if (batch := reads.batch_for(read)) is not None
+        ]
         self.suffixes = [(canonical, name.rpartition(".")[2]) for canonical, name in understood.tensors.items()]
         self.example = LayerSpec(
             name=declaration.prefix,
@@ -470,7 +475,7 @@ class _Kind:
 
     def spec(self, name: str, parts: Mapping[str, TensorInfo]) -> LayerSpec:
         """The layer of this name; its tensors have the kind's dtypes and shapes."""
-        tensors = {canonical: parts[suffix].name for canonical, suffix in self.suffixes}
+        tensors = {canonical: parts[suffix][0] for canonical, suffix in self.suffixes}
         notes = self.example.notes
         if name.endswith(_EMBEDDINGS):
             notes = (*notes, "embedding table")

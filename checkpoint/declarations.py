@@ -13,7 +13,7 @@ from typing import Any
 from .catalogue import REDOWNLOAD, REEXPORT
 from .files import Checkpoint
 from .findings import Findings
-from .header import MAX_CONTAINERS, Header, HeaderError, RawFile, TensorInfo, open_raw
+from .header import MAX_CONTAINERS, Header, HeaderError, TensorInfo, open_raw
 from .layer import same
 from .report import DeclaredBy
 from .words import clean, conf, show
@@ -187,68 +187,78 @@ def _metadata(text: str, where: str, out: Declarations, findings: Findings, comp
 def _markers(
     header: Header, out: Declarations, bad: list[_BadMarker], findings: Findings, compatible: bool, budget: int
 ) -> int:
-    names = sorted(name for name in header.tensors if name.endswith(MARKER))
-    if not names:
+    readable: list[TensorInfo] = []
+    for tensor in sorted([tensor for name, tensor in header.tensors.items() if name.endswith(MARKER)]):
+        _, dtype, _, start, stop, _ = tensor
+        size = stop - start
+        if dtype in _MARKER_TYPES_THAT_CRASH or size > MAX_MARKER or size > budget:
+            _unreadable(tensor, out, findings)
+            continue
+        budget -= size
+        readable.append(tensor)
+    if not readable:
         return budget
-    parsed: dict[bytes, tuple[Any, str | None] | str] = {}
     try:
         with open_raw(header.path) as raw:
             if raw.stamp != header.stamp:
                 raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
-            for name in names:
-                budget = _marker(raw, header.tensors[name], out, bad, findings, compatible, parsed, budget)
+            contents = raw.read_spans([(tensor.start, tensor.stop) for tensor in readable])
     except HeaderError as error:
         rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
         findings.add(rule, file=clean(os.path.basename(header.path)), found=error.detail)
+        return budget
+    parsed = {data: _parse_marker(data) for data in set(contents)}
+    sound = {data: result[0] for data, result in parsed.items() if isinstance(result[0], dict) and result[1] is None}
+    layers = out.layers
+    for tensor, data in zip(readable, contents, strict=True):
+        prefix = tensor[0][: -len(MARKER)]
+        if data in sound and prefix not in layers:
+            layers[prefix] = Declaration(prefix, sound[data], "marker", "its marker")
+        else:
+            _marker(prefix, tensor, data, parsed[data], out, bad, findings, compatible)
     return budget
 
 
+def _unreadable(tensor: TensorInfo, out: Declarations, findings: Findings) -> None:
+    prefix = tensor.name[: -len(MARKER)]
+    out.broken.add(prefix)
+    if tensor.dtype in _MARKER_TYPES_THAT_CRASH:
+        findings.add("crash.marker.tensor_dtype", layer=prefix, tensor=tensor.name, expected="U8", found=tensor.dtype)
+        return
+    findings.add(
+        "extra.marker.size",
+        layer=prefix,
+        tensor=tensor.name,
+        expected=f"at most {MAX_MARKER} bytes",
+        found=f"{tensor.nbytes} bytes long",
+    )
+
+
 def _marker(
-    raw: RawFile,
+    prefix: str,
     tensor: TensorInfo,
+    data: bytes,
+    parsed: tuple[Any, str | None] | str,
     out: Declarations,
     bad: list[_BadMarker],
     findings: Findings,
     compatible: bool,
-    parsed: dict[bytes, tuple[Any, str | None] | str],
-    budget: int,
-) -> int:
-    prefix = tensor.name[: -len(MARKER)]
-    if tensor.dtype in _MARKER_TYPES_THAT_CRASH:
-        findings.add("crash.marker.tensor_dtype", layer=prefix, tensor=tensor.name, expected="U8", found=tensor.dtype)
-        out.broken.add(prefix)
-        return budget
-    size = tensor.stop - tensor.start
-    if size > MAX_MARKER or size > budget:
-        findings.add(
-            "extra.marker.size",
-            layer=prefix,
-            tensor=tensor.name,
-            expected=f"at most {MAX_MARKER} bytes",
-            found=f"{size} bytes long",
-        )
-        out.broken.add(prefix)
-        return budget
-    data = raw.read_at(tensor.start, size)
-    result = parsed.get(data)
-    if result is None:
-        result = parsed[data] = _parse_marker(data)
-    if isinstance(result, str):
-        if result.startswith("crash."):
-            findings.add(result, layer=prefix, tensor=tensor.name)
+) -> None:
+    if isinstance(parsed, str):
+        if parsed.startswith("crash."):
+            findings.add(parsed, layer=prefix, tensor=tensor.name)
             out.broken.add(prefix)
         else:
-            bad.append(_BadMarker(prefix, tensor, data, result))
-        return budget - size
-    value, duplicate = result
+            bad.append(_BadMarker(prefix, tensor, data, parsed))
+        return
+    value, duplicate = parsed
     if not isinstance(value, dict):
         findings.add("marker.not_object", layer=prefix, tensor=tensor.name, expected="a JSON object", found=show(value))
         out.broken.add(prefix)
-        return budget - size
+        return
     if duplicate is not None:
         findings.add("extra.marker.duplicate_key", layer=prefix, tensor=tensor.name, found=show(duplicate))
     _merge(Declaration(prefix, value, "marker", "its marker"), out, findings, compatible)
-    return budget - size
 
 
 def _parse_marker(data: bytes) -> tuple[Any, str | None] | str:

@@ -74,9 +74,8 @@ _TABLES = {"F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E8M0": E8M0}
 _PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
-def is_float(dtype: str) -> bool:
-    """Whether :func:`decode` knows this dtype."""
-    return dtype in _PLAIN or dtype == "BF16" or dtype in _TABLES
+FLOATS = frozenset({*_PLAIN, "BF16", *_TABLES})
+"""What :func:`decode` knows."""
 
 
 def decode(dtype: str, data: bytes | bytearray | memoryview) -> Floats:
@@ -86,6 +85,17 @@ def decode(dtype: str, data: bytes | bytearray | memoryview) -> Floats:
     if dtype == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     return _TABLES[dtype][np.frombuffer(data, dtype=np.uint8)]
+
+
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Bytes of a tensor; None when they are no whole number, or when the element count overflows 64 bits on the way."""
+    elements = 1
+    for dim in shape:
+        elements *= dim
+        if dim >= 1 << 64 or elements >= 1 << 64:
+            return None
+    bits = elements * BITS[dtype]
+    return None if bits & 7 else bits >> 3
 
 
 def count(shape: tuple[int, ...]) -> int:

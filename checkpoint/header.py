@@ -11,12 +11,15 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple, NoReturn, cast
 
 from .dtypes import BITS
+from .scan import MAX_RANK, scan
 
 MAX_HEADER = 16 << 20
 """Largest header we read, in bytes. The largest published checkpoints stay under 1 MB."""
@@ -24,11 +27,14 @@ FORMAT_MAX_HEADER = 100_000_000
 """The limit of the safetensors format itself."""
 MAX_TENSORS = 50_000
 """More tensors than any checkpoint has (the largest published ones have about 5,000)."""
+_NEAR = 4096
+"""Bytes that cost less to read and drop than a second read costs."""
+_ONE_READ = 1 << 20
 MAX_CONTAINERS = 200_000
 MAX_COMMAS = 500_000
 """What a header of ``MAX_TENSORS`` tensors needs, counted in the raw text before any object is built from it."""
-MAX_RANK = 32
 _MAX_DIM = 1 << 64
+_METADATA = "__metadata__"
 
 
 class TensorInfo(NamedTuple):
@@ -44,6 +50,10 @@ class TensorInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+_tensor = cast(Callable[[tuple[Any, ...]], TensorInfo], partial(tuple.__new__, TensorInfo))
+"""As ``TensorInfo._make``, in C: headers have thousands."""
 
 
 class HeaderError(ValueError):
@@ -92,7 +102,9 @@ class RawFile:
     def read_at(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes at ``offset``; :class:`HeaderError` when the file ends before."""
         try:
-            data = self._read(offset, size)
+            data = _pread(self._fd, size, offset)
+            if len(data) != size:
+                data = self._read_on(data, offset, size)
         except OSError as error:
             raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
         if len(data) != size:
@@ -101,20 +113,42 @@ class RawFile:
             )
         return data
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """As :meth:`read_at`, into a buffer of the wanted size."""
-        if _preadv is None:
-            target[:] = self.read_at(offset, len(target))
-            return
-        try:
-            got = _preadv(self._fd, [target], offset)
-        except OSError as error:
-            raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
-        if got != len(target):  # cut short: by a signal, or by the end of the file, which read_at names
-            target[:] = self.read_at(offset, len(target))
+    def read_spans(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of every ``(start, stop)``, in this order. Spans close together in the file come from one read."""
+        found: list[bytes] = [b""] * len(spans)
+        order = sorted(range(len(spans)), key=spans.__getitem__)
+        at = 0
+        while at < len(order):
+            first, last = spans[order[at]]
+            end = at + 1
+            while end < len(order):
+                start, stop = spans[order[end]]
+                if start - last > _NEAR or stop - first > _ONE_READ:
+                    break
+                last = max(last, stop)
+                end += 1
+            data = self.read_at(first, last - first)
+            if end == at + 1:
+                found[order[at]] = data
+            else:
+                for number in order[at:end]:
+                    start, stop = spans[number]
+                    found[number] = data[start - first : stop - first]
+            at = end
+        return found
 
-    def _read(self, offset: int, size: int) -> bytes:
-        data = _pread(self._fd, size, offset)
+    def read_into(self, target: memoryview, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Fill ``target`` with pieces of the file; each is (start, stop, where it ends in the target)."""
+        for start, stop, end in pieces:
+            part = target[end - stop + start : end]
+            try:
+                got = _preadv(self._fd, (part,), start) if _preadv is not None and start < stop else 0
+            except OSError as error:
+                raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
+            if got != stop - start:  # no preadv here; or cut short, by a signal or by the end of the file
+                part[:] = self.read_at(start, stop - start)
+
+    def _read_on(self, data: bytes, offset: int, size: int) -> bytes:
         while 0 < len(data) < size:  # the kernel caps one read at 2 GiB, and a signal may cut it short
             more = _pread(self._fd, size - len(data), offset + len(data))
             if not more:
@@ -129,7 +163,7 @@ def _seek_and_read(fd: int, size: int, offset: int) -> bytes:
 
 
 _pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # Windows has no positioned read
-_preadv: Callable[[int, list[memoryview], int], int] | None = getattr(os, "preadv", None)
+_preadv: Callable[[int, tuple[memoryview, ...], int], int] | None = getattr(os, "preadv", None)
 
 
 @contextmanager
@@ -196,22 +230,42 @@ def read_open(raw: RawFile) -> Header:
             "extra.file.header_size", f"a header of {length} bytes", expected=f"at most {MAX_HEADER} bytes"
         )
     text = raw.read_at(8, length)
-    if text.count(b"{") + text.count(b"[") > MAX_CONTAINERS or text.count(b",") > MAX_COMMAS:
+    if length > MAX_CONTAINERS and (
+        text.count(b"{") + text.count(b"[") > MAX_CONTAINERS or text.count(b",") > MAX_COMMAS
+    ):
         raise HeaderError(
             "extra.file.header_size",
             "a header with far too many entries",
             expected=f"at most {MAX_TENSORS} tensors",
         )
+    return _scanned(raw, text, start) or _parsed(raw, text, start)
+
+
+def _scanned(raw: RawFile, text: bytes, start: int) -> Header | None:
+    """The header when its text is of the usual form and sound."""
+    found = scan(text, raw.stamp.size - start, MAX_TENSORS)
+    if found is None:
+        return None
+    starts, stops = (found.begins + start).tolist(), (found.ends + start).tolist()
+    rows = zip(found.names, found.dtypes, found.shapes, starts, stops, repeat(raw.path))
+    tensors = dict(zip(found.names, map(_tensor, rows), strict=True))
+    if len(tensors) != len(found.names) or _METADATA in tensors:  # a name occurs twice
+        return None
+    return Header(raw.path, raw.stamp, start, tensors, found.metadata)
+
+
+def _parsed(raw: RawFile, text: bytes, start: int) -> Header:
+    """The header of any sound text; what is wrong with any other."""
     document = _parse(text)
     if len(document) > MAX_TENSORS:
         raise HeaderError(
             "extra.file.header_size", f"a header of {len(document)} tensors", expected=f"at most {MAX_TENSORS} tensors"
         )
     duplicates: tuple[str, ...] = ()
-    metadata = _metadata(document.pop("__metadata__", None))
+    metadata = _metadata(document.pop(_METADATA, None))
     if any(text.count(field) != len(document) for field in (b'"dtype"', b'"shape"', b'"data_offsets"')):
         duplicates = _duplicates(text)
-    tensors = _tensors(document, start, size, raw.path)
+    tensors = _tensors(document, start, raw.stamp.size, raw.path)
     return Header(raw.path, raw.stamp, start, tensors, metadata, duplicates)
 
 

@@ -37,8 +37,8 @@ class LayerSpec:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     def alike(self, name: str, tensors: Mapping[str, str], notes: tuple[str, ...]) -> LayerSpec:
-        """Another layer of the same kind. A check makes thousands: setting frozen fields one by one would cost as much
-        as parsing the header.
+        """Another layer of the same kind, with the same annotations. A check makes thousands: setting frozen fields one
+        by one would cost as much as parsing the header.
         """
         twin = object.__new__(LayerSpec)
         fields = twin.__dict__
@@ -46,7 +46,6 @@ class LayerSpec:
         fields["name"] = name
         fields["tensors"] = tensors
         fields["notes"] = notes
-        fields["annotations"] = dict(self.annotations)
         return twin
 
     @property

@@ -7,15 +7,13 @@ something wrong in it is taken apart tensor by tensor.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import groupby
 
 import numpy as np
 
-from .dtypes import BITS, decode, is_float
+from .dtypes import BITS, FLOATS, decode
 from .files import Checkpoint
 from .findings import Findings
-from .header import HeaderError, RawFile, Stamp, open_raw
+from .header import Header, HeaderError, RawFile, TensorInfo, open_raw
 from .layer import Read
 from .words import clean
 
@@ -23,74 +21,138 @@ IMPLAUSIBLE = 1000.0
 """No known network has a weight of this magnitude."""
 MAX_VALUES_BYTES = 256 << 20
 CHUNK = 1 << 20
+BATCH = 1 << 18
+"""Bytes judged together: they stay in the processor's second-level cache between reading and judging."""
 
 
-def check_values(reads: Iterable[Read], checkpoint: Checkpoint, findings: Findings) -> None:
-    """Read every tensor of ``reads`` once, file by file in file order."""
-    groups: dict[tuple[str, str, bool, bool], list[Read]] = {}
-    total = 0
-    for read in reads:
-        _, dtype, _, start, stop, path = read.tensor
-        if stop > start and is_float(dtype):
-            total += stop - start
-            key = (path, dtype, read.signed, read.exactly_one)
-            if key in groups:
-                groups[key].append(read)
-            else:
-                groups[key] = [read]
+class Batch:
+    """Float tensors that are judged by one measure (see :class:`.layer.Read`), as columns: there are thousands."""
+
+    def __init__(self, dtype: str, signed: bool, reach: float, exactly_one: bool) -> None:
+        self.dtype = dtype
+        self.signed = signed
+        self.reach = reach
+        self.exactly_one = exactly_one
+        self.layers: list[str] = []
+        self.tensors: list[TensorInfo] = []
+        self.suffixes: list[str] = []
+
+    def read(self, number: int) -> Read:
+        """One of the tensors, for a closer look."""
+        measure = (self.signed, self.reach, self.exactly_one)
+        return Read(self.layers[number], self.tensors[number], self.suffixes[number], *measure)
+
+    def within(self, path: str) -> Batch:
+        """Only the tensors of one file."""
+        part = Batch(self.dtype, self.signed, self.reach, self.exactly_one)
+        for layer, tensor, suffix in zip(self.layers, self.tensors, self.suffixes, strict=True):
+            if tensor.path == path:
+                part.layers.append(layer)
+                part.tensors.append(tensor)
+                part.suffixes.append(suffix)
+        return part
+
+
+class Reads:
+    """The tensors whose values a check looks at."""
+
+    def __init__(self) -> None:
+        self.batches: dict[tuple[str, bool, float, bool], Batch] = {}
+
+    def batch_for(self, read: Read) -> Batch | None:
+        """Where tensors like this one belong; None for what has no values to judge (empty, or no float)."""
+        _, tensor, _, signed, reach, exactly_one = read
+        if tensor.dtype not in FLOATS or tensor.nbytes == 0:
+            return None
+        key = (tensor.dtype, signed, reach, exactly_one)
+        if key not in self.batches:
+            self.batches[key] = Batch(*key)
+        return self.batches[key]
+
+    def add(self, read: Read) -> None:
+        batch = self.batch_for(read)
+        if batch is not None:
+            batch.layers.append(read.layer)
+            batch.tensors.append(read.tensor)
+            batch.suffixes.append(read.suffix)
+
+
+def check_values(reads: Reads, checkpoint: Checkpoint, findings: Findings) -> None:
+    """Read every tensor of ``reads`` once, file by file."""
+    total = sum([tensor[4] - tensor[3] for batch in reads.batches.values() for tensor in batch.tensors])
     if total > MAX_VALUES_BYTES:
         findings.add("extra.scale.count", found=f"{total >> 20} MiB", expected=f"{MAX_VALUES_BYTES >> 20} MiB")
         return
-    stamps = {header.path: header.stamp for header in checkpoint.headers}
-    buffer = memoryview(bytearray(min(CHUNK, total)))
-    for path, keys in groupby(sorted(groups), key=lambda key: key[0]):
-        _judge_file(path, stamps[path], [groups[key] for key in keys], buffer, findings)
+    batches = [reads.batches[key] for key in sorted(reads.batches)]
+    buffer = memoryview(bytearray(min(BATCH, total)))
+    if len(checkpoint.headers) == 1:
+        _judge_file(checkpoint.headers[0], batches, buffer, findings)
+        return
+    for header in sorted(checkpoint.headers, key=lambda header: header.path):
+        _judge_file(header, [batch.within(header.path) for batch in batches], buffer, findings)
 
 
-def _judge_file(path: str, stamp: Stamp, batches: list[list[Read]], buffer: memoryview, findings: Findings) -> None:
+def _judge_file(header: Header, batches: list[Batch], buffer: memoryview, findings: Findings) -> None:
+    if not any(batch.tensors for batch in batches):
+        return
     try:
-        with open_raw(path) as raw:
-            if raw.stamp != stamp:
+        with open_raw(header.path) as raw:
+            if raw.stamp != header.stamp:
                 raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
             for batch in batches:
                 _judge_batch(raw, batch, buffer, findings)
     except HeaderError as error:
         rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
-        findings.add(rule, file=clean(os.path.basename(path)), found=error.detail)
+        findings.add(rule, file=clean(os.path.basename(header.path)), found=error.detail)
 
 
-def _judge_batch(raw: RawFile, batch: list[Read], buffer: memoryview, findings: Findings) -> None:
-    """Judge tensors of one dtype and kind. What fits the buffer together is read together."""
-    pending: list[Read] = []
-    filled = 0
+def _judge_batch(raw: RawFile, batch: Batch, buffer: memoryview, findings: Findings) -> None:
+    """What fits the buffer together is judged together; neighbours in the file come from one read."""
     room = len(buffer)
-    for read in batch:
-        _, _, _, start, stop, _ = read.tensor
+    spans: list[tuple[int, int, int]] = []
+    first = filled = 0
+    begin = end = -1
+    for number, (_, _, _, start, stop, _) in enumerate(batch.tensors):
         size = stop - start
-        if filled + size > room and pending:
-            _judge_together(raw, pending, buffer[:filled], findings)
-            pending, filled = [], 0
-        if size > room:
-            _judge_alone(raw, read, findings)
-            continue
-        raw.read_into(start, buffer[filled : filled + size])
+        if filled + size > room:
+            spans.append((begin, end, filled))
+            _judge_together(raw, batch, range(first, number), spans, buffer[:filled], findings)
+            spans, first, filled, begin, end = [], number, 0, -1, -1
+            if size > room:
+                _judge_alone(raw, batch.read(number), findings)
+                first = number + 1
+                continue
+        if start != end:
+            spans.append((begin, end, filled))
+            begin = start
+        end = stop
         filled += size
-        pending.append(read)
-    if pending:
-        _judge_together(raw, pending, buffer[:filled], findings)
+    spans.append((begin, end, filled))
+    _judge_together(raw, batch, range(first, len(batch.tensors)), spans, buffer[:filled], findings)
 
 
-def _judge_together(raw: RawFile, reads: list[Read], data: memoryview, findings: Findings) -> None:
-    values = decode(reads[0].tensor.dtype, data)
+def _judge_together(
+    raw: RawFile,
+    batch: Batch,
+    numbers: range,
+    spans: list[tuple[int, int, int]],
+    data: memoryview,
+    findings: Findings,
+) -> None:
+    """``spans``: stretches of the file (begin, end) and where each ends in ``data``; one of no length does no harm."""
+    if not numbers:
+        return
+    raw.read_into(data, spans)
+    values = decode(batch.dtype, data)
     low, high = float(values.min()), float(values.max())  # NaN if any value is
-    if high < np.inf and low > (-np.inf if reads[0].signed else 0.0):
-        if reads[0].exactly_one:
+    if high < np.inf and low > (-np.inf if batch.signed else 0.0):
+        if batch.exactly_one:
             if low == high == 1.0:
                 return
-        elif high * max([read.reach for read in reads]) <= IMPLAUSIBLE:
+        elif high * batch.reach <= IMPLAUSIBLE:
             return
-    for read in reads:
-        _judge_alone(raw, read, findings)
+    for number in numbers:
+        _judge_alone(raw, batch.read(number), findings)
 
 
 def _judge_alone(raw: RawFile, read: Read, findings: Findings) -> None:

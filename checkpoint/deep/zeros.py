@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import count, decode, is_float
+from ..dtypes import FLOATS, count, decode
 from ..findings import Findings
 from ..header import TensorInfo
 from ..report import LayerSpec
@@ -188,7 +188,7 @@ def _ordinary(spec: LayerSpec, suffix: str, rows: Rows, source: Source) -> npt.N
     """Which of these rows have a scale like the other rows'; none where all rows share one."""
     tensor = source.tensors[spec.tensors[suffix]]
     nothing = np.zeros(len(rows), dtype=np.bool_)
-    if not is_float(tensor.dtype) or tensor.nbytes > MAX_ROW_SCALES:
+    if tensor.dtype not in FLOATS or tensor.nbytes > MAX_ROW_SCALES:
         return nothing
     scales = decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes()).astype(np.float64)
     if scales.size != spec.N or scales.min() == scales.max():
@@ -202,7 +202,7 @@ def _ordinary(spec: LayerSpec, suffix: str, rows: Rows, source: Source) -> npt.N
 def _shared_in_use(spec: LayerSpec, source: Source) -> bool:
     """Whether the scale of an all-zero weight is neither of the values that writers give to zeros."""
     tensor = source.tensors.get(spec.tensors.get("weight_scale", ""))
-    if tensor is None or tensor.nbytes > MAX_ROW_SCALES or not is_float(tensor.dtype):
+    if tensor is None or tensor.nbytes > MAX_ROW_SCALES or tensor.dtype not in FLOATS:
         return False
     scales = decode(tensor.dtype, source.read(tensor, 0, tensor.nbytes).tobytes())
     return TINY < float(np.median(scales)) < 1.0

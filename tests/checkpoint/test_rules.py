@@ -540,9 +540,9 @@ def test_a_file_that_changes_while_it_is_read(tools, tmp_path, monkeypatch):
     assert check(path).verdict == "ok"
     original = values_module._judge_file
 
-    def shrink_first(name, *rest):
-        os.truncate(name, os.path.getsize(name) - 40)
-        original(name, *rest)
+    def shrink_first(header, *rest):
+        os.truncate(header.path, os.path.getsize(header.path) - 40)
+        original(header, *rest)
 
     monkeypatch.setattr(values_module, "_judge_file", shrink_first)
     os.utime(path)

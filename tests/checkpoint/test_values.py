@@ -113,6 +113,7 @@ def test_implausible_scales_are_a_warning(file, tools, make, markers, limit):
 
 def test_more_tensors_than_one_buffer_holds(file, tools, monkeypatch):
     monkeypatch.setattr(values, "CHUNK", 64)
+    monkeypatch.setattr(values, "BATCH", 64)
     tensors, markers = {}, {}
     for i in range(40):
         data = rows(tools, [math.nan if (i, row) == (33, 5) else 0.01 for row in range(i + 1)])
