@@ -57,8 +57,13 @@ def pick_with_the_mouse(editor: Any, file: str) -> None:
     """Opens the combo's list on the node and clicks a name."""
     if editor.renderer == "classic":
         at = editor.page.wait_for_function(COMBO_AT).json_value()  # once the canvas has drawn it
-        editor.page.mouse.click(*at)
         choice = editor.page.locator(".litecontextmenu .litemenu-entry").get_by_text(file, exact=True)
+        # A page that is still busy with its start takes a click for a drag: a user clicks again.
+        for _ in range(10):
+            editor.page.mouse.click(*at)
+            editor.page.wait_for_timeout(500)
+            if choice.count() > 0:
+                break
     else:
         editor.page.get_by_role("combobox", name="model_name").click()
         choice = editor.page.get_by_role("option", name=file, exact=True)
