@@ -116,37 +116,54 @@ class RawFile:
     def read_spans(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of every ``(start, stop)``, in this order. Spans close together in the file come from one read."""
         found: list[bytes] = [b""] * len(spans)
-        order = sorted(range(len(spans)), key=spans.__getitem__)
-        at = 0
-        while at < len(order):
-            first, last = spans[order[at]]
-            end = at + 1
-            while end < len(order):
-                start, stop = spans[order[end]]
-                if start - last > _NEAR or stop - first > _ONE_READ:
-                    break
+        together: list[int] = []
+        first, last = 0, -_NEAR
+        for number in sorted(range(len(spans)), key=spans.__getitem__):
+            start, stop = spans[number]
+            if start - last < _NEAR and stop - first <= _ONE_READ:
+                together.append(number)
                 last = max(last, stop)
-                end += 1
-            data = self.read_at(first, last - first)
-            if end == at + 1:
-                found[order[at]] = data
-            else:
-                for number in order[at:end]:
-                    start, stop = spans[number]
-                    found[number] = data[start - first : stop - first]
-            at = end
+                continue
+            if together:
+                self._cut(first, last, together, spans, found)
+            together = [number]
+            first, last = start, stop
+        if together:
+            self._cut(first, last, together, spans, found)
         return found
 
-    def read_into(self, target: memoryview, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Fill ``target`` with pieces of the file; each is (start, stop, where it ends in the target)."""
-        for start, stop, end in pieces:
-            part = target[end - stop + start : end]
-            try:
-                got = _preadv(self._fd, (part,), start) if _preadv is not None and start < stop else 0
-            except OSError as error:
-                raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
-            if got != stop - start:  # no preadv here; or cut short, by a signal or by the end of the file
-                part[:] = self.read_at(start, stop - start)
+    def _cut(
+        self, first: int, last: int, numbers: list[int], spans: Sequence[tuple[int, int]], found: list[bytes]
+    ) -> None:
+        data = self.read_at(first, last - first)
+        if len(numbers) == 1:
+            found[numbers[0]] = data
+            return
+        for number in numbers:
+            start, stop = spans[number]
+            found[number] = data[start - first : stop - first]
+
+    def read_into(self, target: memoryview, spans: Iterable[tuple[int, int]]) -> None:
+        """Fill ``target`` with the bytes of every ``(start, stop)``; neighbours in the file come from one read."""
+        at = first = last = 0
+        for start, stop in spans:
+            if start != last:
+                at += self._fill(target[at : at + last - first], first)
+                first = start
+            last = stop
+        self._fill(target[at : at + last - first], first)
+
+    def _fill(self, target: memoryview, offset: int) -> int:
+        size = len(target)
+        if size == 0:
+            return 0
+        try:
+            got = _preadv(self._fd, (target,), offset) if _preadv is not None else 0
+        except OSError as error:
+            raise HeaderError("crash.file", f"reading it failed: {error.strerror or error}") from error
+        if got != size:  # no preadv here; or cut short, by a signal or by the end of the file
+            target[:] = self.read_at(offset, size)
+        return size
 
     def _read_on(self, data: bytes, offset: int, size: int) -> bytes:
         while 0 < len(data) < size:  # the kernel caps one read at 2 GiB, and a signal may cut it short

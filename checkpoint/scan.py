@@ -25,7 +25,7 @@ from .dtypes import BITS, nbytes
 
 MAX_RANK = 32
 _DIGITS = 15
-"""Most digits of an offset that is read here: its value is exact in 64 bits."""
+"""Most digits of an offset that is read here: enough for a petabyte, and far from the limit of 64 bits."""
 _METADATA = b'{"__metadata__":'
 _QUOTES = 10
 """Quotes of an entry: around its name, its three keys and the dtype."""
@@ -97,7 +97,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_no_key_twice)
 
 def _entries(text: bytes, area: int, max_tensors: int, metadata: dict[str, str]) -> Scanned:
     data = np.frombuffer(text, np.uint8)
-    quotes = np.flatnonzero(data == ord('"'))
+    quotes = np.nonzero(data == ord('"'))[0]
     count, odd = divmod(len(quotes), _QUOTES)
     if odd or not 0 < count <= max_tensors or not text.endswith(b"]}}"):
         raise _Unusual
@@ -161,7 +161,7 @@ def _storage(described: str, gap: bytes, area: int) -> tuple[str, tuple[int, ...
 def _offsets(text: bytes, at: _Integers, stop: _Integers, gap: int) -> tuple[_Integers, _Integers]:
     """The two numbers in each ``[at, stop)``, which must hold nothing else but a comma and the usual space."""
     data = np.frombuffer(text, np.uint8)
-    commas = np.flatnonzero(data == ord(","))
+    commas = np.nonzero(data == ord(","))[0]
     comma = commas[np.minimum(np.searchsorted(commas, at), len(commas) - 1)]
     second = comma + 1 + gap
     length = np.concatenate([comma - at, stop - second])
@@ -172,10 +172,13 @@ def _offsets(text: bytes, at: _Integers, stop: _Integers, gap: int) -> tuple[_In
     if ((data[last - length] == ord("0")) & (length > 1)).any():
         raise _Unusual
     digits = _windows(text, width, last - width).view(np.uint8).reshape(-1, width) - np.uint8(ord("0"))
-    digits *= np.tri(width + 1, width, -1, dtype=np.uint8)[:, ::-1][length]  # what stands before a number is no digit
-    if digits.max() > 9:
+    digits *= np.ascontiguousarray(np.tri(width + 1, width, -1, dtype=np.uint8)[:, ::-1]).take(length, axis=0)
+    if digits.max() > 9:  # what stands before a number was made 0
         raise _Unusual
-    numbers = (digits @ 10.0 ** np.arange(width - 1, -1, -1)).astype(np.int64)  # exact: below 2^53
+    numbers = np.zeros(len(last), np.int64)
+    for column in np.ascontiguousarray(digits.T):
+        numbers *= 10
+        numbers += column
     return numbers[: len(at)], numbers[len(at) :]
 
 

@@ -7,6 +7,8 @@ something wrong in it is taken apart tensor by tensor.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from itertools import accumulate
 
 import numpy as np
 
@@ -107,42 +109,24 @@ def _judge_file(header: Header, batches: list[Batch], buffer: memoryview, findin
 
 
 def _judge_batch(raw: RawFile, batch: Batch, buffer: memoryview, findings: Findings) -> None:
-    """What fits the buffer together is judged together; neighbours in the file come from one read."""
-    room = len(buffer)
-    spans: list[tuple[int, int, int]] = []
-    first = filled = 0
-    begin = end = -1
-    for number, (_, _, _, start, stop, _) in enumerate(batch.tensors):
-        size = stop - start
-        if filled + size > room:
-            spans.append((begin, end, filled))
-            _judge_together(raw, batch, range(first, number), spans, buffer[:filled], findings)
-            spans, first, filled, begin, end = [], number, 0, -1, -1
-            if size > room:
-                _judge_alone(raw, batch.read(number), findings)
-                first = number + 1
-                continue
-        if start != end:
-            spans.append((begin, end, filled))
-            begin = start
-        end = stop
-        filled += size
-    spans.append((begin, end, filled))
-    _judge_together(raw, batch, range(first, len(batch.tensors)), spans, buffer[:filled], findings)
+    """What fits the buffer together is judged together."""
+    spans = [(start, stop) for _, _, _, start, stop, _ in batch.tensors]
+    filled = [0, *accumulate([stop - start for start, stop in spans])]
+    first = 0
+    while first < len(spans):
+        last = bisect_right(filled, filled[first] + len(buffer), first) - 1
+        if last == first:
+            _judge_alone(raw, batch.read(first), findings)
+            last += 1
+        else:
+            data = buffer[: filled[last] - filled[first]]
+            raw.read_into(data, spans[first:last])
+            _judge_together(raw, batch, range(first, last), data, findings)
+        first = last
 
 
-def _judge_together(
-    raw: RawFile,
-    batch: Batch,
-    numbers: range,
-    spans: list[tuple[int, int, int]],
-    data: memoryview,
-    findings: Findings,
-) -> None:
-    """``spans``: stretches of the file (begin, end) and where each ends in ``data``; one of no length does no harm."""
-    if not numbers:
-        return
-    raw.read_into(data, spans)
+def _judge_together(raw: RawFile, batch: Batch, numbers: range, data: memoryview, findings: Findings) -> None:
+    """``data`` holds the content of the batch's tensors with these numbers."""
     values = decode(batch.dtype, data)
     low, high = float(values.min()), float(values.max())  # NaN if any value is
     if high < np.inf and low > (-np.inf if batch.signed else 0.0):
