@@ -637,7 +637,85 @@ def test_pair_scores_change_only_their_second_sign(rng):
     assert pair_scores(energies, np.ones(512)) == (0.0, 0.0)
 
 
-def test_every_rule_of_the_deep_check_is_tested_here():
-    with open(__file__, encoding="utf-8") as file:
-        text = file.read()
-    assert [rule for rule in RULES if rule.startswith("extra.deep.") and f'"{rule}"' not in text] == []
+# -- every rule ------------------------------------------------------------------------------------------------------
+
+
+def with_byte(make, suffix, code, at=3):
+    """A layer with one byte of one tensor replaced."""
+
+    def example(folder, rng):
+        path = save(folder / "model.safetensors", make("a.linear", gaussian(rng)))
+        return overwrite(path, span(path, f"a.linear.{suffix}")[0] + at, bytes([code]))
+
+    return example
+
+
+def layer(make, *arguments, family=outliers, **settings):
+    return lambda folder, rng: save(folder / "model.safetensors", make("a.linear", family(rng), *arguments, **settings))
+
+
+def zero_row(scale):
+    """One row of zeros, and what its scale is."""
+
+    def example(folder, rng):
+        tensors = int8("a.linear", gaussian(rng))
+        tensors["a.linear.weight"][1][17] = 0
+        if scale is not None:
+            tensors["a.linear.weight_scale"][1][17] = scale
+        return save(folder / "model.safetensors", tensors)
+
+    return example
+
+
+def zero_layer(scale):
+    def example(folder, rng):
+        tensors = fp8("a.linear", gaussian(rng))
+        tensors["a.linear.weight"] = ("F8_E4M3", np.zeros((N, K), np.uint8))
+        tensors["a.linear.weight_scale"] = ("F32", np.array(scale, np.float32))
+        return save(folder / "model.safetensors", tensors)
+
+    return example
+
+
+def within(seconds):
+    """The rules that are broken when the check may take this long."""
+
+    def example(folder, rng):
+        path = save(folder / "model.safetensors", int8("a.linear", gaussian(rng)))
+        findings = Findings()
+        deep_check(open_checkpoint(path), check(path).layers, findings, seconds=seconds)
+        return [fault.rule for fault in findings.faults()]
+
+    return example
+
+
+EXAMPLES = {
+    "extra.deep.block_scale": (with_byte(nvfp4, "weight_scale", 0x7F), with_byte(nvfp4, "weight_scale", 0x7E)),
+    "extra.deep.zeros": (zero_row(None), zero_row(1.0)),
+    "extra.deep.zero_weight": (zero_layer(0.0003), zero_layer(1.0)),
+    "extra.deep.code_nan": (with_byte(fp8, "weight", 0x7F), with_byte(fp8, "weight", 0x7E)),
+    "extra.deep.int8_min": (with_byte(int8, "weight", 0x80), with_byte(int8, "weight", 0x81)),
+    "extra.deep.int4_min": (with_byte(w4a4, "weight", 0x18), with_byte(w4a4, "weight", 0x19)),
+    "extra.deep.rotation": (layer(int8, 256, None), layer(int8, 256, 256)),
+    "extra.deep.rotation_size": (layer(int8, 256, 64), layer(int8, 64, 64)),
+    "extra.deep.nibble_order": (
+        layer(w4a4, family=smooth, exchanged=True),
+        layer(w4a4, family=smooth, exchanged=False),
+    ),
+    "extra.deep.scale_layout": (layer(nvfp4, in_tiles=False), layer(nvfp4, in_tiles=True)),
+    "extra.deep.partial": (within(0.0), within(600.0)),
+}
+"""A file that breaks each rule of the deep check, and one that nearly does: the next code, the right setting."""
+
+
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_breaking_and_nearly_breaking(tmp_path, rng, rule):
+    broken, nearly = (
+        made if isinstance(made := example(tmp_path, rng), list) else rules_of(made) for example in EXAMPLES[rule]
+    )
+    assert rule in broken
+    assert nearly == []
+
+
+def test_every_rule_of_the_deep_check_has_examples():
+    assert set(EXAMPLES) == {rule for rule in RULES if rule.startswith("extra.deep.")}

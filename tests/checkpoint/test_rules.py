@@ -16,6 +16,8 @@ from quant_loader.checkpoint import RULES, check
 from quant_loader.checkpoint import findings as findings_module
 from quant_loader.checkpoint import values as values_module
 
+from .test_deep import EXAMPLES as DEEP_EXAMPLES
+
 I8 = {"a": {"format": "int8_tensorwise"}}
 ROT = {"a": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}}
 A4 = {"a": {"format": "convrot_w4a4", "convrot_groupsize": 256}}
@@ -479,8 +481,6 @@ COMPATIBLE = {
         ({"a.weight": ("F8_E4M3", [8, 8]), "b.weight_scale": ("F32", [])}, {}, {}),
     ),
 }
-ELSEWHERE = {"extra.file.changed", "extra.file.too_many_faults", "extra.scale.count"}
-"""Rules with tests of their own below."""
 
 
 def rules_of(example, tools, folder, rules="strict"):
@@ -490,11 +490,6 @@ def rules_of(example, tools, folder, rules="strict"):
         tensors, markers, metadata = example(tools) if callable(example) else example
         paths = tools.write(folder / "model.safetensors", tensors, metadata=metadata or None, markers=markers)
     return {fault.rule for fault in check(paths, rules=rules, rename=same_name).faults}
-
-
-def test_every_rule_has_its_examples():
-    deep = {rule for rule in RULES if rule.startswith("extra.deep.")}
-    assert set(EXAMPLES) | set(COMPATIBLE) | ELSEWHERE == set(RULES) - deep
 
 
 @pytest.mark.parametrize("rule", EXAMPLES)
@@ -516,37 +511,72 @@ def test_what_compatible_understands(rule, tools, tmp_path):
     assert rule not in rules_of(near, tools, tmp_path / "near", "compatible")
 
 
-def test_more_faults_than_are_listed(tools, tmp_path, monkeypatch):
+def undeclared(count):
+    return lambda t: ({f"{i}.weight": ("I8", [1, 1]) for i in range(count)}, {}, {})
+
+
+def row_scales(count):
+    return lambda t: (t.layers.int8(n=count), I8, {})
+
+
+def while_read(happens):
+    """An example whose file meets ``happens`` after its header was read and before its scales are."""
+
+    def make(t, folder, monkeypatch):
+        original = values_module._judge_file
+
+        def judge(header, *rest):
+            happens(header.path)
+            original(header, *rest)
+
+        monkeypatch.setattr(values_module, "_judge_file", judge)
+        return row_scales(8)(t)
+
+    return make
+
+
+def shrink(path):
+    os.truncate(path, os.path.getsize(path) - 40)
+
+
+def be_looked_at(path):
+    """Somebody reads the file: its time of access changes, nothing else."""
+    info = os.stat(path)
+    os.utime(path, ns=(info.st_atime_ns + 10**9, info.st_mtime_ns))
+
+
+STAGED = {
+    "extra.file.changed": (while_read(shrink), while_read(be_looked_at)),
+    "extra.file.too_many_faults": (undeclared(4), undeclared(3)),
+    "extra.scale.count": (row_scales(9), row_scales(8)),
+}
+"""Rules that take more than a file: a limit made small, or something that happens during the check."""
+
+
+@pytest.mark.parametrize("rule", STAGED)
+@pytest.mark.parametrize("which", ["breaking", "near"])
+def test_limits_and_changes_on_disk(rule, which, tools, tmp_path, monkeypatch):
     monkeypatch.setattr(findings_module, "MAX_FAULTS", 3)
-    tensors = {f"{i}.weight": ("I8", [1, 1]) for i in range(4)}
-    report = check(tools.write(tmp_path / "four.safetensors", tensors))
-    assert "extra.file.too_many_faults" in {fault.rule for fault in report.faults}
-    assert report.groups[0].count == 4
-    three = {name: value for name, value in tensors.items() if name != "3.weight"}
-    report = check(tools.write(tmp_path / "three.safetensors", three))
-    assert "extra.file.too_many_faults" not in {fault.rule for fault in report.faults}
-
-
-def test_more_scales_than_any_network_has(tools, tmp_path, monkeypatch):
     monkeypatch.setattr(values_module, "MAX_VALUES_BYTES", 32)
-    path = tools.write(tmp_path / "a.safetensors", tools.layers.int8(n=9), markers=I8)
-    assert {fault.rule for fault in check(path).errors} == {"extra.scale.count"}
-    path = tools.write(tmp_path / "b.safetensors", tools.layers.int8(n=8), markers=I8)
-    assert check(path).verdict == "ok"
+    example = STAGED[rule][which == "near"]
+    if example.__code__.co_argcount == 3:
+        staged = example(tools, tmp_path, monkeypatch)
+        found = rules_of(staged, tools, tmp_path)
+    else:
+        found = rules_of(example, tools, tmp_path)
+    assert (rule in found) is (which == "breaking")
+    assert found - {rule, "marker.missing", "extra.runtime"} == set()
 
 
-def test_a_file_that_changes_while_it_is_read(tools, tmp_path, monkeypatch):
-    path = tools.write(tmp_path / "a.safetensors", tools.layers.int8(), markers=I8)
-    assert check(path).verdict == "ok"
-    original = values_module._judge_file
+def test_a_fault_that_is_not_listed_is_counted(tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(findings_module, "MAX_FAULTS", 3)
+    tensors, _, _ = undeclared(4)(tools)
+    assert check(tools.write(tmp_path / "four.safetensors", tensors)).groups[0].count == 4
 
-    def shrink_first(header, *rest):
-        os.truncate(header.path, os.path.getsize(header.path) - 40)
-        original(header, *rest)
 
-    monkeypatch.setattr(values_module, "_judge_file", shrink_first)
-    os.utime(path)
-    assert {fault.rule for fault in check(path).errors} == {"extra.file.changed"}
+def test_every_rule_has_a_file_that_breaks_it_and_one_that_nearly_does():
+    assert set(EXAMPLES) | set(COMPATIBLE) | set(STAGED) | set(DEEP_EXAMPLES) == set(RULES)
+    assert all(len(pair) == 2 for table in (EXAMPLES, COMPATIBLE, STAGED, DEEP_EXAMPLES) for pair in table.values())
 
 
 def test_templates_use_known_words_only():
