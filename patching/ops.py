@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from ..checkpoint import LayerSpec
 from ..kernels import FORMATS, Mode, device_facts, embedding, prepare
 from . import guard
+from .errors import ModelMismatch
 from .packed import LAYOUT, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
 from .sidepath import SidePath
@@ -37,7 +39,8 @@ class LoadContext:
     ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
     ``mismatches``: sentences about layers whose shape the model disagrees with. ``warnings``: what the output guards
     said after a run. ``progress`` takes a step for each layer, and with it the interrupt. ``rearranged``: layers that
-    ComfyUI took apart while loading (a transposed, split or concatenated weight), which dequantises them.
+    ComfyUI took apart while loading (a transposed, split or concatenated weight), which dequantises them. ``present``
+    and ``absent``: parameters of the model that the file has, and has not.
     """
 
     execution: Mode = "auto"
@@ -47,6 +50,14 @@ class LoadContext:
     warnings: list[str] = field(default_factory=list)
     dequantised: dict[str, str] = field(default_factory=dict)
     mismatches: list[str] = field(default_factory=list)
+    present: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+
+    def note(self, prefix: str, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+        """Which of a module's parameters are in the file."""
+        for name in names:
+            key = f"{prefix}{name}"
+            (self.present if key in state_dict else self.absent).add(key)
 
 
 class _Packable:
@@ -219,6 +230,8 @@ def operations(context: LoadContext) -> Any:
                 self.weight = None
                 self.bias = None
                 self.has_bias = bias
+                # The weight's name where the file has none; an error once something reads it.
+                self.lacking: str | None = None
                 self.weight_function: list[Any] = []
                 self.bias_function: list[Any] = []
                 self._init_packable(context, dtype)
@@ -234,10 +247,13 @@ def operations(context: LoadContext) -> Any:
                 error_msgs: list[str],
             ) -> None:
                 shape = (self.out_features, self.in_features)
+                context.note(prefix, ("weight", "bias") if self.has_bias else ("weight",), state_dict)
                 weight = state_dict.get(f"{prefix}weight")
+                self.lacking = None
                 if weight is None:
-                    # As ComfyUI's own: some families lack a projection that nothing reads.
+                    # Some families lack a projection that nothing reads.
                     missing_keys.append(f"{prefix}weight")
+                    self.lacking = f"{prefix}weight"
                     self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=self.module_dtype), requires_grad=False)
                 elif is_packed(weight):
                     self._take(weight, shape)
@@ -262,6 +278,11 @@ def operations(context: LoadContext) -> Any:
 
             def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 if self.spec is None:
+                    if self.lacking is not None:
+                        raise ModelMismatch(
+                            f"The file has no {self.lacking}, which this model needs; without it the picture would be "
+                            "wrong. The file is incomplete: download it again, or convert it again from the original."
+                        )
                     dense: torch.Tensor = super().forward(input, *args, **kwargs)
                     return dense
                 comfy.ops.run_every_op()
@@ -351,6 +372,7 @@ def _dequantising(base: type, context: LoadContext) -> type:
         def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             key = f"{prefix}weight"
             weight: Any = state_dict.get(key)
+            context.note(prefix, (n for n, parameter in self._parameters.items() if parameter is not None), state_dict)
             if is_packed(weight):
                 name = weight._params.declaration.name
                 wanted = tuple(self.weight.shape)

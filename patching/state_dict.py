@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ..checkpoint import LayerSpec
 from .errors import ModelMismatch
 
 log = logging.getLogger("quant_loader")
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 QUANTISATION_KEYS = frozenset(
     {"_quantization_metadata", "quant_format", "quantization_format", "quantization_map_base64"}
@@ -103,6 +106,21 @@ def without_quantisation(metadata: dict[str, str]) -> dict[str, str]:
     return {k: v for k, v in metadata.items() if k not in QUANTISATION_KEYS}
 
 
+def _absent(context: Any) -> dict[str, list[str]]:
+    """Layer -> parameters that the file lacks although it has the same ones for another block: something reads them.
+
+    A layer without such a sibling may be one that nothing reads; a linear says so itself when it is called.
+    """
+    lacking = context.absent - context.present
+    siblings = {_NUMBER.sub("#", name) for name in context.present} if lacking else set()
+    found: dict[str, list[str]] = {}
+    for name in sorted(lacking, reverse=True):
+        if _NUMBER.sub("#", name) in siblings:
+            layer, _, parameter = name.rpartition(".")
+            found.setdefault(layer, []).append(parameter)
+    return dict(sorted(found.items()))
+
+
 def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> None:
     """Every declared layer must have become a layer of the model, with its shape; all exceptions at once."""
     problems = list(context.mismatches)
@@ -112,14 +130,18 @@ def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> N
         context.dequantised[name] = "ComfyUI rearranges this layer while loading; dequantised"
         missing.remove(name)
     problems += [f"{name}: the model has no such layer" for name in missing]
+    absent = _absent(context)
+    problems += [f"{name}: the file has no {' and no '.join(parts)} for it" for name, parts in absent.items()]
+    of = "" if absent else f"of {len(layers)} quantised "
     if problems:
+        disagree = "layer disagrees" if len(problems) == 1 and not of else "layers disagree"
         shown = "\n".join(f"- {p}" for p in problems[:8])
         more = f"\n(and {len(problems) - 8} more)" if len(problems) > 8 else ""
         raise ModelMismatch(
             f"{Path(paths[0]).name} does not fit the model that ComfyUI recognised in it: "
-            f"{len(problems)} of {len(layers)} quantised layers disagree.\n{shown}{more}\n"
-            "The file was made for another version of this model, or with a tool that renamed or repacked layers; "
-            "download it again or convert it again from the original."
+            f"{len(problems)} {of}{disagree}.\n{shown}{more}\n"
+            "The file is incomplete, was made for another version of this model, or with a tool that renamed or "
+            "repacked layers; download it again or convert it again from the original."
         )
     for name, why in context.dequantised.items():
         log.info("Quant Loader: %s: %s", name, why)

@@ -237,6 +237,31 @@ def test_a_layer_the_model_lacks_is_named(tmp_path: Path, base_tensors: quantize
         load_file(path)
 
 
+def test_a_layer_the_file_lacks_is_named(tmp_path: Path, base_tensors: quantize.Tensors) -> None:
+    """A sibling of another block shows that the model reads it: refused before sampling."""
+    second = {
+        name.replace("single_blocks.0.", "single_blocks.1."): tensor.clone()
+        for name, tensor in base_tensors.items()
+        if name.startswith("single_blocks.0.")
+    }
+    tensors, metadata = quantize.quantize({**base_tensors, **second}, "int8_row")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("single_blocks.1.linear2.")}
+    path = quantize.save(tmp_path / "m.safetensors", kept, metadata)
+    with pytest.raises(
+        ModelMismatch, match=r"1 layer disagrees.\n- single_blocks.1.linear2: the file has no weight and no bias for it"
+    ):
+        load_file(path)
+
+
+def test_a_layer_without_a_sibling_is_named_when_it_is_used(tmp_path: Path, base_tensors: quantize.Tensors) -> None:
+    tensors, metadata = quantize.quantize(base_tensors, "int8_row")
+    del tensors["final_layer.linear.weight"]
+    model = load_file(quantize.save(tmp_path / "m.safetensors", tensors, metadata)).model.diffusion_model
+    layer = model.final_layer.linear
+    with pytest.raises(ModelMismatch, match=r"The file has no final_layer.linear.weight, which this model needs"):
+        layer(torch.zeros(1, layer.in_features))
+
+
 def test_a_refused_file_is_never_read(
     tmp_path: Path, base_tensors: quantize.Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
