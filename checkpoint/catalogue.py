@@ -33,7 +33,12 @@ class Rule:
 
 REDOWNLOAD = "Download the file again and compare its size or checksum with the publisher's."
 REEXPORT = "Export the layer again with a current version of the tool that made the file."
+CUT_TRAILING = (
+    " If the publisher's file is the same, `quant-loader repair` writes a copy without these bytes (lossless)."
+)
 REPAIR = "Run `quant-loader repair` on the file (lossless)"
+MENDABLE = " Or mend the file for good: `quant-loader repair` writes what it means in the standard form (lossless)."
+NOT_MENDABLE = " `quant-loader repair` does not help here: the strict rules have no form for {what}."
 DECLARE = "If you know how the file was made, declare it: `quant-loader repair FILE --declare FORMAT`."
 
 _ROWS: tuple[Rule, ...] = (
@@ -43,7 +48,7 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "damaged file",
         "{file} is not a sound safetensors file: {found}.",
-        REDOWNLOAD,
+        REDOWNLOAD + "{remedy}",
         "The header cannot be read, or the byte ranges do not tile the file exactly: a truncated or damaged "
         "download, bytes appended by a "
         "broken tool, or no safetensors file at all.",
@@ -566,7 +571,7 @@ _ROWS: tuple[Rule, ...] = (
         "int8.dtype",
         "error",
         "INT8 layers of another type",
-        "Comfy INT8 layer {layer} needs I8 weights and F32 scales, got {found} and {scale}.",
+        "Comfy INT8 layer {layer} needs I8 weights and F32 scales, got {found}.",
         "{remedy}",
         "A layer fell back to BF16 and kept its marker; scales cast to 16 bits by a conversion; markers written to "
         "the wrong layers.",
@@ -576,8 +581,7 @@ _ROWS: tuple[Rule, ...] = (
         "int8.rowwise.shapes",
         "error",
         "INT8 weights and scales that do not fit",
-        "Comfy INT8 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected "
-        "{expected}{look}.",
+        "Comfy INT8 layer {layer} has incompatible weight/scale shapes: {found}; expected {expected}{look}.",
         "{remedy}",
         "One scale per output row is stored as (N, 1), one scale for the layer as ().",
         repairable=True,
@@ -603,7 +607,7 @@ _ROWS: tuple[Rule, ...] = (
         "w4a4.dtype",
         "error",
         "W4A4 layers of another type",
-        "Comfy W4A4 layer {layer} needs I8 packed weights and F32 scales, got {found} and {scale}.",
+        "Comfy W4A4 layer {layer} needs I8 packed weights and F32 scales, got {found}.",
         "{remedy}",
         repairable=True,
     ),
@@ -611,8 +615,7 @@ _ROWS: tuple[Rule, ...] = (
         "w4a4.shapes",
         "error",
         "W4A4 weights and scales that do not fit",
-        "Comfy W4A4 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected (N, K/2) and "
-        "(N,){look}.",
+        "Comfy W4A4 layer {layer} has incompatible weight/scale shapes: {found}; expected (N, K/2) and (N,){look}.",
         "The weight must be (out, in/2) and the scale 1-D of length out. {remedy}",
         "A convolution sent down the linear path; group scales stored under the channel scale's name; a transposed "
         "or extra dimension.",
@@ -665,7 +668,7 @@ _ROWS: tuple[Rule, ...] = (
         "w4a8.dtype",
         "error",
         "W4A8 layers of another type",
-        "Comfy W4A8 layer {layer} needs I8 packed weights and F8_E4M3 group scales, got {found} and {scale}.",
+        "Comfy W4A8 layer {layer} needs I8 packed weights and F8_E4M3 group scales, got {found}.",
         "{remedy}",
         repairable=True,
     ),
@@ -688,7 +691,7 @@ _ROWS: tuple[Rule, ...] = (
         "w4a8.shapes",
         "error",
         "W4A8 weights and scales that do not fit",
-        "Comfy W4A8 layer {layer} has incompatible weight/scale shapes: weight {found}, {scale}; expected {expected}.",
+        "Comfy W4A8 layer {layer} has incompatible weight/scale shapes: {found}; expected {expected}.",
         REEXPORT,
     ),
     Rule(
@@ -739,7 +742,7 @@ _ROWS: tuple[Rule, ...] = (
         "nvfp4.dtype",
         "error",
         "NVFP4 layers of another type",
-        "Comfy NVFP4 layer {layer} needs U8 packed weights and F8_E4M3 block scales, got {found} and {scale}.",
+        "Comfy NVFP4 layer {layer} needs U8 packed weights and F8_E4M3 block scales, got {found}.",
         "{remedy}",
         repairable=True,
     ),
@@ -764,7 +767,7 @@ _ROWS: tuple[Rule, ...] = (
         "nvfp4.shapes",
         "error",
         "NVFP4 weights and scales that do not fit",
-        "Comfy NVFP4 layer {layer} has incompatible weight/scale shapes: {found} and {scale}; expected {expected}.",
+        "Comfy NVFP4 layer {layer} has incompatible weight/scale shapes: {found}; expected {expected}.",
         "{remedy}",
     ),
     Rule(
@@ -1044,7 +1047,7 @@ _ROWS: tuple[Rule, ...] = (
         "notice",
         "accepted by compatible rules",
         "This file is refused by the strict rules only: rules = compatible accepts it.",
-        "Set rules to compatible, or mend the file for good: " + REPAIR + ".",
+        "Set rules to compatible.{remedy}",
     ),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from . import cache, declarations, dialects, foreign, runtimes
-from .catalogue import DECLARE, REEXPORT
+from .catalogue import DECLARE, MENDABLE, NOT_MENDABLE, REEXPORT
 from .declarations import MARKER, Declaration, Declarations
 from .files import Checkpoint, as_paths, load
 from .findings import Findings
@@ -80,8 +80,17 @@ def _run(
         other = _Check(checkpoint, loading.copy(), True, _renamer(rename), values)
         other.everything()
         if not other.findings.refused:
-            findings.add("extra.rules.compatible")
+            findings.add("extra.rules.compatible", remedy=_for_good(findings, other.findings))
     return _report(checkpoint, findings, rules, run)
+
+
+def _for_good(strict: Findings, compatible: Findings) -> str:
+    """Whether a repair can give a file that only the compatible rules accept the standard form."""
+    if strict.has("nvfp4.shapes"):  # compatible accepts one kind of these
+        return NOT_MENDABLE.format(what="padded NVFP4 block scales")
+    if compatible.has("extra.storage.plain"):
+        return NOT_MENDABLE.format(what="8-bit weights that are not quantised")
+    return MENDABLE
 
 
 def _unchanged(name: str) -> str:

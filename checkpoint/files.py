@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .catalogue import CUT_TRAILING
 from .findings import Findings
 from .header import MAX_HEADER, Header, HeaderError, Stamp, TensorInfo, open_raw, read_header
 from .words import clean, listing
@@ -210,7 +211,14 @@ def load(given: list[str], findings: Findings) -> Checkpoint:
                 continue
             where = f"tensor {clean(error.tensor)}: " if error.tensor is not None else ""
             findings.add(
-                error.rule, file=base, tensor=error.tensor, found=where + error.detail, expected=error.expected
+                error.rule,
+                file=base,
+                tensor=error.tensor,
+                found=where + error.detail,
+                expected=error.expected,
+                repairable=error.trailing or None,
+                remedy=CUT_TRAILING if error.trailing else "",
+                variant="trailing" if error.trailing else "",
             )
             continue
         checkpoint.headers.append(header)

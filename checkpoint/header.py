@@ -57,14 +57,25 @@ _tensor = cast(Callable[[tuple[Any, ...]], TensorInfo], partial(tuple.__new__, T
 
 
 class HeaderError(ValueError):
-    """The file cannot be used. ``rule`` is the catalogue's rule id; ``detail`` says what is wrong, in plain words."""
+    """The file cannot be used. ``rule`` is the catalogue's rule id; ``detail`` says what is wrong, in plain words;
+    ``trailing``: nothing is wrong but the bytes after the last tensor.
+    """
 
-    def __init__(self, rule: str, detail: str, *, tensor: str | None = None, expected: str | None = None) -> None:
+    def __init__(
+        self,
+        rule: str,
+        detail: str,
+        *,
+        tensor: str | None = None,
+        expected: str | None = None,
+        trailing: bool = False,
+    ) -> None:
         super().__init__(detail)
         self.rule = rule
         self.detail = detail
         self.tensor = tensor
         self.expected = expected
+        self.trailing = trailing
 
 
 @dataclass(frozen=True)
@@ -392,5 +403,9 @@ def _tensors(document: dict[str, Any], data_start: int, size: int, path: str) ->
                 _damaged(f"its data {what} at byte {min(begin, previous)}", tensor.name)
             previous = tensor.stop - data_start
     if previous != area:
-        _damaged(f"{area - previous} bytes follow the last tensor: the file is damaged or was written by a broken tool")
+        raise HeaderError(
+            "crash.file",
+            f"{area - previous} bytes follow the last tensor: the file is damaged or was written by a broken tool",
+            trailing=bool(tensors),
+        )
     return tensors

@@ -53,7 +53,7 @@ def entry(rule: Rule) -> str:
     lines = [f"**`{rule.id}`** ({rule.severity}{lossless}): {rule.title}.", ""]
     lines.append(f"> {rule.message.replace('{{', '{').replace('}}', '}')}")
     lines.append("")
-    fix = rule.fix.replace("{remedy}", "*(depends on what was found)*").strip()
+    fix = " ".join(rule.fix.replace("{remedy}", " *(depends on what was found)*").split())
     lines.append(f"What to do: {fix}")
     if rule.why:
         lines.extend(["", rule.why])

@@ -87,8 +87,7 @@ def _dtypes(layer: Layer, weight: TensorInfo, rel: TensorInfo, channel: TensorIn
                 "w4a8.dtype",
                 tensor=rel.name if weight.dtype == "I8" else weight.name,
                 expected="I8 and F8_E4M3",
-                found=weight.dtype,
-                scale=rel.dtype,
+                found=f"{weight.dtype} and {rel.dtype}",
                 remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible."
                 if as_bytes
                 else REEXPORT,
@@ -119,8 +118,7 @@ def _shapes(layer: Layer, weight: TensorInfo, rel: TensorInfo, channel: TensorIn
         "w4a8.shapes",
         tensor=rel.name if rel.shape != (n, k // group) else channel.name,
         expected=f"(N, K/2), (N, K/{group}) and (N,)",
-        found=dims(weight.shape),
-        scale=f"weight_s_rel {dims(rel.shape)}, weight_s_channel {dims(channel.shape)}",
+        found=f"weight {dims(weight.shape)}, weight_s_rel {dims(rel.shape)}, weight_s_channel {dims(channel.shape)}",
     )
     if len(rel.shape) == 2 and rel.shape[0] == n and 4 * cols == 3 * rel.shape[1] * group:
         layer.fault(

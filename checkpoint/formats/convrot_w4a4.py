@@ -27,8 +27,7 @@ def check(layer: Layer) -> Understood | None:
                 "w4a4.dtype",
                 tensor=scale.name if weight.dtype == "I8" else weight.name,
                 expected="I8 and F32",
-                found=weight.dtype,
-                scale=scale.dtype,
+                found=f"{weight.dtype} and {scale.dtype}",
                 remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible."
                 if lossless
                 else REEXPORT,
@@ -44,8 +43,7 @@ def check(layer: Layer) -> Understood | None:
                 "w4a4.shapes",
                 tensor=scale.name,
                 expected="(N, K/2) and (N,)",
-                found=dims(weight.shape),
-                scale=dims(scale.shape),
+                found=f"{dims(weight.shape)} and {dims(scale.shape)}",
                 look=look(weight.shape) if len(weight.shape) != 2 else "",
                 remedy=f"{REPAIR}: a scale of shape (out, 1) reshapes losslessly."
                 if reshapes

@@ -53,8 +53,7 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
                 "int8.dtype",
                 tensor=scale.name if weight.dtype == "I8" else weight.name,
                 expected="I8 and F32",
-                found=weight.dtype,
-                scale=scale.dtype,
+                found=f"{weight.dtype} and {scale.dtype}",
                 remedy=f"{REPAIR}: the scale is stored as F32 again; or set rules to compatible."
                 if lossless
                 else "The layer is not quantised: drop its marker, or quantise it; markers may have been written to "
@@ -82,8 +81,7 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
         "int8.rowwise.shapes",
         tensor=scale.name,
         expected="(N, K) and (N, 1) or ()",
-        found=dims(weight.shape),
-        scale=dims(scale.shape),
+        found=f"{dims(weight.shape)} and {dims(scale.shape)}",
         look=look(weight.shape),
         remedy=f"{REPAIR}, which reshapes the scale; or set rules to compatible."
         if reshapes

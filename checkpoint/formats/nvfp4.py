@@ -33,8 +33,7 @@ def check(layer: Layer) -> Understood | None:
                 "nvfp4.dtype",
                 tensor=scale.name if weight.dtype == "U8" else weight.name,
                 expected="U8 and F8_E4M3",
-                found=weight.dtype,
-                scale=scale.dtype,
+                found=f"{weight.dtype} and {scale.dtype}",
                 remedy=f"{REPAIR}: the same bytes are labelled F8_E4M3; or set rules to compatible."
                 if as_bytes
                 else REEXPORT,
@@ -107,8 +106,7 @@ def _block_scales(layer: Layer, n: int, k: int, scale: TensorInfo, weight: Tenso
         "nvfp4.shapes",
         tensor=scale.name if k % BLOCK == 0 else weight.name,
         expected=f"(N, K/2) and (N, K/16) = {dims(exact)}" if k % BLOCK == 0 else "K to be a multiple of 16",
-        found=dims(weight.shape),
-        scale=dims(scale.shape),
+        found=f"{dims(weight.shape)} and {dims(scale.shape)}",
         remedy="Set rules to compatible: the scales are padded as ComfyUI pads them. Other runtimes refuse them."
         if padding
         else REEXPORT,

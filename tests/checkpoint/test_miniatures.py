@@ -203,6 +203,41 @@ def test_truncated_file(answers, tools):
     assert "Download" in strict.faults[0].fix
 
 
+def test_bytes_after_the_last_tensor_can_be_cut(answers, tools):
+    strict, _ = answers(tools.layers.int8(), markers={"a": tools.CONVROT}, tail=bytes(5))
+    assert rules(strict) == {"crash.file"}
+    assert "5 bytes follow" in strict.faults[0].message
+    assert "`quant-loader repair`" in strict.faults[0].fix
+    assert strict.faults[0].repairable
+    strict, _ = answers({}, tail=bytes(5))  # nothing else is in the file: nothing to keep
+    assert rules(strict) == {"crash.file"}
+    assert "`quant-loader repair`" not in strict.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("make", "mendable"),
+    [
+        (lambda t: (t.layers.int8(weight_scale=("F32", [8])), {"a": PLAIN}), True),
+        (lambda t: (t.layers.nvfp4(n=127), {"a": NVFP4}), False),
+        (lambda t: ({"a.weight": ("F8_E4M3", [8, 8])}, {}), False),
+    ],
+)
+def test_what_compatible_accepts_can_be_mended_or_not(answers, tools, make, mendable):
+    tensors, markers = make(tools)
+    strict, compatible = answers(tensors, markers=markers)
+    assert compatible.verdict != "refused"
+    (hint,) = [fault for fault in strict.faults if fault.rule == "extra.rules.compatible"]
+    assert hint.fix.startswith("Set rules to compatible")
+    assert ("(lossless)" in hint.fix) is mendable
+    assert ("does not help" in hint.fix) is not mendable
+
+
+def test_a_type_fault_names_both_types(answers, tools):
+    strict, _ = answers(tools.layers.int8(weight_scale=("BF16", [8, 1])), markers={"a": PLAIN})
+    (fault,) = strict.errors
+    assert (fault.tensor, fault.expected, fault.found) == ("a.weight_scale", "I8 and F32", "I8 and BF16")
+
+
 def test_header_length_of_2_to_the_62(answers, tools):
     strict, _ = answers(tools.layers.int8(), header_length=2**62)
     assert rules(strict) == {"crash.file"}
