@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -19,6 +20,13 @@ BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1
 ODD = "'" if os.name == "nt" else "\n"
 """A character that a file name may hold and that a line of output must not."""
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_are_heard():
+    """A background job of a shell starts with SIGINT ignored, and its children inherit that; these tests send it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class T(NamedTuple):
