@@ -253,7 +253,8 @@ def operations(context: LoadContext) -> Any:
                 if weight is None:
                     # Some families lack a projection that nothing reads.
                     missing_keys.append(f"{prefix}weight")
-                    self.lacking = f"{prefix}weight"
+                    # CLIP always runs its projection; files for models that do not read its result leave it out.
+                    self.lacking = None if prefix.endswith("text_projection.") else f"{prefix}weight"
                     self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=self.module_dtype), requires_grad=False)
                 elif is_packed(weight):
                     self._take(weight, shape)
