@@ -223,8 +223,10 @@ def loader(side: str, name: str) -> Callable[[], Any]:
 
         return lambda: nodes.UNETLoader().load_unet(name, "default")[0]
     from quant_loader import comfy_entrypoint
+    from quant_loader.patching import host
 
     listed = asyncio.run(asyncio.run(comfy_entrypoint()).get_node_list())
+    host.preload()  # as the extension's on_load does, which needs a server for the rest of its work
     (node,) = (node for node in listed if node.__name__ == "QuantLoaderDiffusionModel")
     return lambda: node.execute(name).args[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..patching import host
 from . import replacements, routes
 from .checkpoint import QuantLoaderCheckpoint
 from .controlnet import QuantLoaderControlNet
@@ -31,6 +32,7 @@ class QuantLoaderExtension(ComfyExtension):  # type: ignore[misc]
 
     async def on_load(self) -> None:
         routes.register_on_server()
+        host.preload()
         await replacements.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

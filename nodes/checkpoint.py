@@ -43,11 +43,12 @@ class QuantLoaderCheckpoint(io.ComfyNode):  # type: ignore[misc]
     def execute(cls, ckpt_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
         import folder_paths
 
-        from ..patching.load import load_checkpoint, report_entry, report_text
+        from ..patching.load import answer, load_checkpoint
 
         embeddings = folder_paths.get_folder_paths("embeddings")
         path = common.path_of(FOLDER, ckpt_name)
         model, clip, vae, report = load_checkpoint([path], rules, execution, embeddings)
-        text = report_text(report, model, execution)
-        runs.handed_out(FOLDER, [ckpt_name], rules, execution, model=model, text_encoder=getattr(clip, "patcher", None))
-        return common.shown(model, clip, vae, text, entry=report_entry(report, model))
+        encoder = getattr(clip, "patcher", None)
+        runs.handed_out(FOLDER, [ckpt_name], rules, execution, model=model, text_encoder=encoder)
+        text, entry = answer(report, [model, encoder], execution)
+        return common.shown(model, clip, vae, text, entry=entry)

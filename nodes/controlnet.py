@@ -36,9 +36,10 @@ class QuantLoaderControlNet(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, control_net_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
-        from ..patching.load import load_controlnet, report_entry, report_text
+        from ..patching.load import answer, load_controlnet
 
         controlnet, report = load_controlnet([common.path_of(FOLDER, control_net_name)], rules, execution)
         patcher = getattr(controlnet, "control_model_wrapped", None)
         runs.handed_out(FOLDER, [control_net_name], rules, execution, control_net=patcher)
-        return common.shown(controlnet, report_text(report, patcher, execution), entry=report_entry(report, patcher))
+        text, entry = answer(report, [patcher], execution)
+        return common.shown(controlnet, text, entry=entry)

@@ -37,8 +37,9 @@ class QuantLoaderDiffusionModel(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, model_name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
-        from ..patching.load import load_diffusion_model, report_entry, report_text
+        from ..patching.load import answer, load_diffusion_model
 
         model, report = load_diffusion_model([common.path_of(FOLDER, model_name)], rules, execution)
         runs.handed_out(FOLDER, [model_name], rules, execution, model=model)
-        return common.shown(model, report_text(report, model, execution), entry=report_entry(report, model))
+        text, entry = answer(report, [model], execution)
+        return common.shown(model, text, entry=entry)

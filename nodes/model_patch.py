@@ -36,8 +36,9 @@ class QuantLoaderModelPatch(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, name: str, rules: str = "strict", execution: str = "auto") -> io.NodeOutput:
-        from ..patching.load import load_model_patch, report_entry, report_text
+        from ..patching.load import answer, load_model_patch
 
         patch, report = load_model_patch([common.path_of(FOLDER, name)], rules, execution)
         runs.handed_out(FOLDER, [name], rules, execution, model_patch=patch)
-        return common.shown(patch, report_text(report, patch, execution), entry=report_entry(report, patch))
+        text, entry = answer(report, [patch], execution)
+        return common.shown(patch, text, entry=entry)

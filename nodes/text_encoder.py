@@ -89,12 +89,12 @@ class QuantLoaderTextEncoder(io.ComfyNode):  # type: ignore[misc]
     ) -> io.NodeOutput:
         import folder_paths
 
-        from ..patching.load import load_text_encoder, report_entry, report_text
+        from ..patching.load import answer, load_text_encoder
 
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if common.chosen(name)]
         paths = [common.path_of(FOLDER, name) for name in names]
         embeddings = folder_paths.get_folder_paths("embeddings")
         clip, reports = load_text_encoder(paths, type, rules, execution, embeddings)
-        text = report_text(reports, clip.patcher, execution)
         runs.handed_out(FOLDER, names, rules, execution, text_encoder=clip.patcher)
-        return common.shown(clip, text, entry=report_entry(reports, clip.patcher))
+        text, entry = answer(reports, [clip.patcher], execution)
+        return common.shown(clip, text, entry=entry)

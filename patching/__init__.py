@@ -1,4 +1,4 @@
 """Report + state dict -> a ComfyUI model whose linears run our kernels. The only room that knows ComfyUI internals.
 
-Nothing here is imported before a node needs it, so that the pack imports on any machine.
+Only `host` is imported with the pack, which then looks whether this ComfyUI has what the rest builds on.
 """

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
 
 from .errors import HostError
+
+log = logging.getLogger("quant_loader")
 
 # module -> names used from it. A name that is missing is reported with its module, not as an AttributeError in a run.
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -56,6 +59,20 @@ def require() -> None:
             "it needs ComfyUI 0.30 or later with the comfy-kitchen that ComfyUI asks for. "
             "Update ComfyUI, or load the model with ComfyUI's own loader."
         )
+
+
+def preload() -> None:
+    """Import what a load needs, so that the first load of a server does not pay for it.
+
+    A ComfyUI that this pack does not fit is left alone: its nodes are listed, and the first load says what is missing.
+    """
+    if missing():
+        return
+    try:
+        for module in ("load", "ops", "state_dict", "patcher", "kernel_report", "progress"):
+            importlib.import_module(f".{module}", __package__)
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning("Quant Loader does not fit this ComfyUI (%s): %s. Its loaders will fail.", version(), error)
 
 
 def version() -> str:

@@ -15,14 +15,15 @@ Way = tuple[str, str, str, str, str, bool]
 """A way to run a layer: format in the file, backend, operator, execution, reason, slow."""
 
 
-def planned(patcher: Any) -> list[Group]:
-    """The kernel that each group of layers will run on the patcher's device, with the reason."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for module in packed_modules(patcher.model).values():
-        if module.is_table:
-            counts[(module.file_format, "torch", LOOKUP, "exact", _DENSE[LOOKUP], False)] += 1
-        else:
-            counts[_planned(module, patcher.load_device)] += 1
+def planned(*patchers: Any) -> list[Group]:
+    """The kernel that each group of layers will run on its patcher's device, with the reason."""
+    counts: Counter[Way] = Counter()
+    for patcher in patchers:
+        for module in packed_modules(patcher.model).values():
+            if module.is_table:
+                counts[(module.file_format, "torch", LOOKUP, "exact", _DENSE[LOOKUP], False)] += 1
+            else:
+                counts[_planned(module, patcher.load_device)] += 1
     return [_group(key, count) for key, count in sorted(counts.items())]
 
 
@@ -131,15 +132,13 @@ def line(group: Group) -> str:
     return f"{head}: {group['reason']}"
 
 
-def plan_lines(patcher: Any) -> list[str]:
-    """:func:`planned` as text."""
-    return [line(group) for group in planned(patcher)]
-
-
-def dequantised_lines(patcher: Any) -> list[str]:
-    """Layers of the file that have no kernel in this model, and why."""
-    context = context_of(patcher.model)
-    return [] if context is None else [f"{name}: {why}" for name, why in sorted(context.dequantised.items())]
+def dequantised_lines(*patchers: Any) -> list[str]:
+    """Layers of the file that have no kernel in these models, and why. Models of one load share one list."""
+    reasons: dict[str, str] = {}
+    for patcher in patchers:
+        context = context_of(patcher.model)
+        reasons |= {} if context is None else context.dequantised
+    return [f"{name}: {why}" for name, why in sorted(reasons.items())]
 
 
 def report(patcher: Any) -> tuple[str, Group]:

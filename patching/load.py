@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -356,33 +355,23 @@ def reload_model_patch(paths: Paths, rules: str, execution: str, disable_dynamic
 # What a load is answered with
 
 
-def report_text(reports: Report | Sequence[Report], patcher: Any, execution: str) -> str:
-    """The text of a loader's ``report`` output: the check, the kernels planned, what was understood or dequantised."""
-    from .kernel_report import dequantised_lines, plan_lines
+def answer(reports: Report | Sequence[Report], patchers: Sequence[Any], execution: str) -> tuple[str, dict[str, Any]]:
+    """A loader's ``report`` output, and the entry for the panel on its node.
+
+    The text: the check, the kernels planned, what was understood or dequantised. The entry: a summary, and the groups
+    of layers with the kernel planned for each. ``patchers``: everything that was loaded (None for what the file lacks).
+    """
+    from .kernel_report import dequantised_lines, line, planned
 
     reports = [reports] if isinstance(reports, Report) else list(reports)
+    patchers = [patcher for patcher in patchers if patcher is not None]
+    groups: list[dict[str, Any]] = []
     lines: list[str] = []
     for report in reports:
         lines.append(f"{Path(report.files[0]).name}: {report.summary}" if len(reports) > 1 else report.summary)
         lines += [f"{count} layers {fmt}" for fmt, count in sorted(report.formats.items())]
         lines += [f"{fault.severity}: {fault.message}" for fault in report.faults if fault.severity != "error"][:20]
-    if patcher is not None and any(report.layers for report in reports):
-        lines += [f"execution: {execution}", *plan_lines(patcher), *dequantised_lines(patcher)]
-    return "\n".join(lines)
-
-
-def report_entry(reports: Report | Sequence[Report], patcher: Any) -> dict[str, Any]:
-    """The same for the panel on the node: a summary, and the groups of layers with the kernel planned for each."""
-    from .kernel_report import planned
-
-    reports = [reports] if isinstance(reports, Report) else list(reports)
-    quantised = patcher is not None and any(report.layers for report in reports)
-    return {
-        "summary": " ".join(report.summary for report in reports),
-        "groups": planned(patcher) if quantised else [],
-    }
-
-
-def report_json(report: Report) -> str:
-    """The check's report as JSON text."""
-    return json.dumps(report.to_dict(), ensure_ascii=False)
+    if patchers and any(report.layers for report in reports):
+        groups = planned(*patchers)
+        lines += [f"execution: {execution}", *map(line, groups), *dequantised_lines(*patchers)]
+    return "\n".join(lines), {"summary": " ".join(report.summary for report in reports), "groups": groups}

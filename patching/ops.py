@@ -17,7 +17,7 @@ import comfy.ops
 import torch
 
 from ..checkpoint import LayerSpec
-from ..kernels import FORMATS, Mode, device_facts, embedding, prepare
+from ..kernels import FORMATS, DeviceFacts, Mode, device_facts, embedding, prepare
 from . import guard
 from .errors import ModelMismatch
 from .packed import LAYOUT, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
@@ -52,6 +52,13 @@ class LoadContext:
     mismatches: list[str] = field(default_factory=list)
     present: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
+    _facts: dict[torch.device, DeviceFacts] = field(default_factory=dict)
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        """What is known about a device, asked once a load and not once a layer."""
+        if device not in self._facts:
+            self._facts[device] = device_facts(device)
+        return self._facts[device]
 
     def note(self, prefix: str, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
         """Which of a module's parameters are in the file."""
@@ -139,8 +146,7 @@ class _Packable:
         found = self._operators.get(key)
         if found is None:
             assert self.spec is not None
-            facts = device_facts(device)
-            found = prepare(self.spec, facts, self.context.execution)
+            found = prepare(self.spec, self.context.facts(device), self.context.execution)
             self._operators[key] = found
         return found
 

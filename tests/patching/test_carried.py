@@ -16,7 +16,7 @@ from quant_loader import kernels
 from quant_loader.checkpoint import check
 from quant_loader.demo import quantize
 from quant_loader.patching.errors import QuantLoaderError
-from quant_loader.patching.kernel_report import plan_lines, report
+from quant_loader.patching.kernel_report import line, planned, report
 from quant_loader.patching.load import load_diffusion_model
 from quant_loader.patching.patcher import packed_modules
 from quant_loader.patching.saving import save_diffusion_model
@@ -204,12 +204,12 @@ def test_loras_stay_beside_the_rows(quantizer: str, load: Callable[..., Any], tm
 )
 def test_the_reports_say_what_was_carried_and_what_it_costs(quantizer: str, fmt: str, load: Callable[..., Any]) -> None:
     patcher = load(quantizer, execution="int8")
-    (line,) = plan_lines(patcher)
+    (before,) = map(line, planned(patcher))
     denoise(patcher)
     text, entry = report(patcher)
     (group,) = entry["groups"]
     assert group["format"] == fmt
     assert group["execution"] == "int8"
     assert group["calls"] == group["count"] == 13
-    for sentence in (line, text):
+    for sentence in (before, text):
         assert "Carried over to INT8 rows with ConvRot while loading (relative error 0.0" in sentence
