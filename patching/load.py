@@ -59,12 +59,16 @@ class _Source:
         with rearranged(self.context.rearranged):
             return load()
 
-    def verify(self, layers: Sequence[LayerSpec] | None = None) -> None:
-        """Raise when a quantised layer of the file did not become a layer of the model."""
+    def verify(self, *models: Any, among: Callable[[LayerSpec], bool] | None = None) -> None:
+        """Raise when a quantised layer of the files did not become a layer of ``models``, or these lack one.
+
+        ``among(layer)`` says which of the files' layers should be there; all without it.
+        """
         from .state_dict import verify
 
         if self.layers:
-            verify(self.layers if layers is None else layers, self.context, self.files)
+            declared = [(report.files[0], layer) for report in self.reports for layer in report.layers]
+            verify([d for d in declared if among is None or among(d[1])], self.context, models)
         self.context.progress.finish()
 
     def adopt(self, patcher: Any, rebuild: Callable[..., Any], *arguments: Any) -> Any:
@@ -153,7 +157,7 @@ def load_diffusion_model(
             f"ComfyUI does not know the model in {Path(source.files[0]).name}: none of its model families has these "
             "layers. Is it a diffusion model (and not a text encoder, VAE or LoRA), and is this ComfyUI new enough?"
         )
-    source.verify()
+    source.verify(patcher.model)
     patcher = source.adopt(patcher, reload_diffusion_model, source.files, rules, execution)
     return patcher, source.report
 
@@ -197,7 +201,7 @@ def load_text_encoder(
             disable_dynamic=disable_dynamic,
         )
     )
-    source.verify()
+    source.verify(clip.cond_stage_model)
     arguments = ([str(p) for p in paths], clip_type, rules, execution, embedding_directory, model_options)
     clip.patcher = source.adopt(clip.patcher, reload_text_encoder, *arguments)
     if source.layers:
@@ -266,17 +270,19 @@ def load_checkpoint(
             disable_dynamic=disable_dynamic,
         )
     )
-    packed = [spec for spec in source.layers if not in_vae(spec.name)]
     for spec in source.layers:
         if in_vae(spec.name):
             source.context.dequantised[spec.name] = "part of the VAE; dequantised while loading"
-    # An encoder that was not asked for leaves its layers where they are; that is no fault of the file.
-    source.verify(packed if clip is not None else [spec for spec in packed if spec.name.startswith(prefix)])
+    if clip is None:
+        # An encoder that was not asked for leaves its layers where they are; that is no fault of the file.
+        source.verify(model.model, among=lambda spec: spec.name.startswith(prefix) and not in_vae(spec.name))
+    else:
+        source.verify(model.model, clip.cond_stage_model, among=lambda spec: not in_vae(spec.name))
     arguments = (source.files, rules, execution, embedding_directory)
     model = source.adopt(model, reload_checkpoint_model, *arguments)
     if clip is not None:
         clip.patcher = source.adopt(clip.patcher, reload_checkpoint_clip, *arguments)
-        if packed:
+        if source.layers:
             from .text_encoder import watched
 
             clip = watched(clip)
@@ -326,8 +332,8 @@ def load_controlnet(paths: Paths, rules: str = "strict", execution: str = "auto"
             f"{name.name} holds no ControlNet or T2I adapter that ComfyUI knows. "
             "Is it in the right folder, and is this ComfyUI new enough for it?"
         )
-    source.verify()
     wrapped = getattr(controlnet, "control_model_wrapped", None)
+    source.verify(*([wrapped.model] if wrapped is not None else []))
     if wrapped is not None and source.layers:
         from .patcher import adopt
 
@@ -342,7 +348,7 @@ def load_model_patch(paths: Paths, rules: str = "strict", execution: str = "auto
     from .model_patch import build
 
     patcher = source.build(lambda: build(source.files[0], source.state_dicts[0], source.metadata, source.options))
-    source.verify()
+    source.verify(patcher.model)
     patcher = source.adopt(patcher, reload_model_patch, source.files, rules, execution)
     return patcher, source.report
 

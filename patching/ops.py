@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_management
 import comfy.ops
@@ -20,7 +20,7 @@ from ..checkpoint import LayerSpec
 from ..kernels import FORMATS, DeviceFacts, Mode, device_facts, embedding, prepare
 from . import guard
 from .errors import ModelMismatch
-from .packed import LAYOUT, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
+from .packed import LAYOUT, LayerKey, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
 from .sidepath import SidePath
 
@@ -32,26 +32,33 @@ DENSE = "dense copy from ComfyUI"
 LOOKUP = "row lookup"
 
 
+class Given(NamedTuple):
+    """Which of a module's parameters, ``<prefix><name>`` in the file, are there and which are not."""
+
+    prefix: str
+    present: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+
 @dataclass
 class LoadContext:
     """What one load learns; shared by all modules of the model that is being built.
 
-    ``consumed``: names of packed layers that a module took. ``dequantised``: name -> why a layer has no kernel.
-    ``mismatches``: sentences about layers whose shape the model disagrees with. ``warnings``: what the output guards
-    said after a run. ``progress`` takes a step for each layer, and with it the interrupt. ``rearranged``: layers that
-    ComfyUI took apart while loading (a transposed, split or concatenated weight), which dequantises them. ``present``
-    and ``absent``: parameters of the model that the file has, and has not.
+    ``consumed``: packed layers that a module took. ``dequantised``: name -> why a layer has no kernel. ``mismatches``:
+    layer -> a sentence, for those whose shape the model disagrees with. ``warnings``: what the output guards said after
+    a run. ``progress`` takes a step for each layer, and with it the interrupt. ``rearranged``: layers that ComfyUI took
+    apart while loading (a transposed, split or concatenated weight), which dequantises them. ``incomplete``: whether a
+    module found one of its parameters missing in the file. Layers go by file and name: two encoders may share names.
     """
 
     execution: Mode = "auto"
     progress: Progress | None = None
-    consumed: set[str] = field(default_factory=set)
-    rearranged: set[str] = field(default_factory=set)
+    consumed: set[LayerKey] = field(default_factory=set)
+    rearranged: set[LayerKey] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
     dequantised: dict[str, str] = field(default_factory=dict)
-    mismatches: list[str] = field(default_factory=list)
-    present: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)
+    mismatches: dict[LayerKey, str] = field(default_factory=dict)
+    incomplete: bool = False
     _facts: dict[torch.device, DeviceFacts] = field(default_factory=dict)
 
     def facts(self, device: torch.device) -> DeviceFacts:
@@ -60,11 +67,12 @@ class LoadContext:
             self._facts[device] = device_facts(device)
         return self._facts[device]
 
-    def note(self, prefix: str, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-        """Which of a module's parameters are in the file."""
-        for name in names:
-            key = f"{prefix}{name}"
-            (self.present if key in state_dict else self.absent).add(key)
+    def note(self, module: torch.nn.Module, prefix: str, names: Sequence[str], state_dict: Mapping[str, Any]) -> None:
+        """Keep with ``module`` which of its parameters ``names`` are in the file."""
+        given = Given(prefix, tuple(n for n in names if f"{prefix}{n}" in state_dict))
+        given = given._replace(absent=tuple(n for n in names if n not in given.present))
+        module.__dict__["given"] = given
+        self.incomplete = self.incomplete or bool(given.absent)
 
 
 class _Packable:
@@ -104,8 +112,8 @@ class _Packable:
             self.context.progress.step()
         declaration = weight._params.declaration
         if not _fits(declaration.shape, module_shape, declaration.format):
-            self.context.mismatches.append(
-                f"{declaration.name}: the file holds {_dims(declaration.shape)} ({declaration.format}), "
+            self.context.mismatches[declaration.key] = (
+                f"the file holds {_dims(declaration.shape)} ({declaration.format}), "
                 f"the model's layer is {_dims(module_shape)}"
             )
             return
@@ -113,7 +121,7 @@ class _Packable:
         self.weight = parameter(type(weight)(weight._qdata, LAYOUT, params))
         # The kernels cut and pad what the file stores beyond the model's own shape.
         self.spec = dataclasses.replace(declaration.spec(), shape=(module_shape[0], module_shape[1]))
-        self.context.consumed.add(declaration.name)
+        self.context.consumed.add(declaration.key)
 
     @property
     def file_format(self) -> str:
@@ -149,6 +157,13 @@ class _Packable:
             found = prepare(self.spec, self.context.facts(device), self.context.execution)
             self._operators[key] = found
         return found
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Choose the kernel and move the LoRAs' matrices before the first call, whose input is of ``dtype``."""
+        if not self.is_table:
+            self.operator(device)
+        if self.side_path is not None:
+            self.side_path.prepare(device, dtype)
 
     def _count(self, what: str) -> None:
         if not torch.compiler.is_compiling():
@@ -236,7 +251,8 @@ def operations(context: LoadContext) -> Any:
                 self.weight = None
                 self.bias = None
                 self.has_bias = bias
-                # The weight's name where the file has none; an error once something reads it.
+                # The weight's name where the file has none: an error once something reads it. Whoever knows that nobody
+                # reads the result sets it to None.
                 self.lacking: str | None = None
                 self.weight_function: list[Any] = []
                 self.bias_function: list[Any] = []
@@ -253,14 +269,13 @@ def operations(context: LoadContext) -> Any:
                 error_msgs: list[str],
             ) -> None:
                 shape = (self.out_features, self.in_features)
-                context.note(prefix, ("weight", "bias") if self.has_bias else ("weight",), state_dict)
+                context.note(self, prefix, ("weight", "bias") if self.has_bias else ("weight",), state_dict)
                 weight = state_dict.get(f"{prefix}weight")
                 self.lacking = None
                 if weight is None:
-                    # Some families lack a projection that nothing reads.
+                    # Some families lack a projection that nothing reads; it is an error once something does.
                     missing_keys.append(f"{prefix}weight")
-                    # CLIP always runs its projection; files for models that do not read its result leave it out.
-                    self.lacking = None if prefix.endswith("text_projection.") else f"{prefix}weight"
+                    self.lacking = f"{prefix}weight"
                     self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=self.module_dtype), requires_grad=False)
                 elif is_packed(weight):
                     self._take(weight, shape)
@@ -379,19 +394,21 @@ def _dequantising(base: type, context: LoadContext) -> type:
         def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             key = f"{prefix}weight"
             weight: Any = state_dict.get(key)
-            context.note(prefix, (n for n, parameter in self._parameters.items() if parameter is not None), state_dict)
+            names = [n for n, parameter in self._parameters.items() if parameter is not None]
+            context.note(self, prefix, names, state_dict)
             if is_packed(weight):
-                name = weight._params.declaration.name
+                declaration = weight._params.declaration
                 wanted = tuple(self.weight.shape)
                 dense = weight.dequantize()
                 if dense.numel() == self.weight.numel():
                     state_dict = {**state_dict, key: dense.reshape(wanted).to(self.weight.dtype)}
-                    context.dequantised[name] = f"{base.__name__} has no quantised kernel; dequantised while loading"
-                    context.consumed.add(name)
+                    context.dequantised[declaration.name] = (
+                        f"{base.__name__} has no quantised kernel; dequantised while loading"
+                    )
+                    context.consumed.add(declaration.key)
                 else:
-                    context.mismatches.append(
-                        f"{name}: the file holds {_dims(tuple(dense.shape))}, "
-                        f"the model's {base.__name__} is {_dims(wanted)}"
+                    context.mismatches[declaration.key] = (
+                        f"the file holds {_dims(tuple(dense.shape))}, the model's {base.__name__} is {_dims(wanted)}"
                     )
                     return
             super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import safetensors
 import torch
@@ -74,6 +74,10 @@ class FileState(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns)
 
 
+# A layer of one of the checkpoints that are loaded together: the checkpoint's first file, and the layer's name in it.
+LayerKey: TypeAlias = tuple[str, str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Declaration:
     """The part of a layer that is no tensor: hashable, so that ``torch.compile`` can guard on it.
@@ -96,6 +100,12 @@ class Declaration:
     def of(cls, spec: LayerSpec, marker: bytes | None, source: Source | None = None) -> Declaration:
         items = tuple(sorted((k, v) for k, v in spec.annotations.items() if isinstance(v, (bool, int, float, str))))
         return cls(spec.name, spec.format, spec.shape, items, spec.declared_by, marker or marker_bytes(spec), source)
+
+    @property
+    def key(self) -> LayerKey:
+        """What tells the layer from one of the same name in another checkpoint; the file is empty when not known."""
+        files = self.source.files if self.source is not None else ()
+        return (files[0].path if files else "", self.name)
 
     def spec(self) -> LayerSpec:
         """The layer as the kernels want it."""
@@ -161,13 +171,13 @@ class PackedParams:
 COMPANIONS = tuple(suffix for suffix in SCALE_SUFFIXES if suffix in PackedParams.__dataclass_fields__)
 
 
-_rearranged: ContextVar[set[str] | None] = ContextVar("_rearranged", default=None)
+_rearranged: ContextVar[set[LayerKey] | None] = ContextVar("_rearranged", default=None)
 
 
 @contextmanager
-def rearranged(names: set[str]) -> Iterator[None]:
-    """Collect in ``names`` the layers that are dequantised inside the block."""
-    token = _rearranged.set(names)
+def rearranged(layers: set[LayerKey]) -> Iterator[None]:
+    """Collect in ``layers`` those that are dequantised inside the block."""
+    token = _rearranged.set(layers)
     try:
         yield
     finally:
@@ -188,9 +198,9 @@ class PackedLayout(QuantizedLayout):  # type: ignore[misc]
     @classmethod
     def dequantize(cls, qdata: torch.Tensor, params: PackedParams) -> torch.Tensor:
         """The dense weight in ``params.orig_dtype``, shape ``params.orig_shape``."""
-        names = _rearranged.get()
-        if names is not None:
-            names.add(params.declaration.name)
+        layers = _rearranged.get()
+        if layers is not None:
+            layers.add(params.declaration.key)
         tensors = {"weight": qdata, **params.companions()}
         return dense_weight(params.declaration.spec(), tensors, params.orig_shape).to(params.orig_dtype)
 

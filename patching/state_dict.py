@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checkpoint import LayerSpec
 from .errors import ModelMismatch
+
+if TYPE_CHECKING:
+    from .ops import Given, LoadContext
 
 log = logging.getLogger("quant_loader")
 
@@ -106,39 +110,58 @@ def without_quantisation(metadata: dict[str, str]) -> dict[str, str]:
     return {k: v for k, v in metadata.items() if k not in QUANTISATION_KEYS}
 
 
-def _absent(context: Any) -> dict[str, list[str]]:
-    """Layer -> parameters that the file lacks although it has the same ones for another block: something reads them.
+def _absent(models: Sequence[Any]) -> list[str]:
+    """A sentence for each layer that lacks what another block of the same model has: something reads it.
 
     A layer without such a sibling may be one that nothing reads; a linear says so itself when it is called.
     """
-    lacking = context.absent - context.present
-    siblings = {_NUMBER.sub("#", name) for name in context.present} if lacking else set()
-    found: dict[str, list[str]] = {}
-    for name in sorted(lacking, reverse=True):
-        if _NUMBER.sub("#", name) in siblings:
-            layer, _, parameter = name.rpartition(".")
-            found.setdefault(layer, []).append(parameter)
-    return dict(sorted(found.items()))
+    sentences: list[str] = []
+    for model in models:
+        given: dict[str, Given] = {n: m.__dict__["given"] for n, m in model.named_modules() if "given" in m.__dict__}
+        present = {_NUMBER.sub("#", f"{name}.{p}") for name, found in given.items() for p in found.present}
+        bearers = Counter(found.prefix for found in given.values())
+        for name, found in sorted(given.items()):
+            parts = [p for p in found.absent if _NUMBER.sub("#", f"{name}.{p}") in present]
+            if parts:
+                # Two encoders may have a layer of this name; their own names come first in the model.
+                encoder = f"{name.split('.', 1)[0]}: " if bearers[found.prefix] > 1 else ""
+                layer = found.prefix.removesuffix(".")
+                sentences.append(f"{encoder}{layer}: the file has no {' and no '.join(parts)} for it")
+    return sentences
 
 
-def verify(layers: Sequence[LayerSpec], context: Any, paths: Sequence[str]) -> None:
-    """Every declared layer must have become a layer of the model, with its shape; all exceptions at once."""
-    problems = list(context.mismatches)
-    mismatched = {text.split(":", 1)[0] for text in problems}
-    missing = [s.name for s in layers if s.name not in context.consumed and s.name not in mismatched]
-    for name in [n for n in missing if n in context.rearranged]:
-        context.dequantised[name] = "ComfyUI rearranges this layer while loading; dequantised"
-        missing.remove(name)
-    problems += [f"{name}: the model has no such layer" for name in missing]
-    absent = _absent(context)
-    problems += [f"{name}: the file has no {' and no '.join(parts)} for it" for name, parts in absent.items()]
-    of = "" if absent else f"of {len(layers)} quantised "
+def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, models: Sequence[Any]) -> None:
+    """Every declared layer must have become a layer of the model, with its shape; all exceptions at once.
+
+    ``declared``: the first file of a layer's checkpoint, and the layer. ``models``: the modules that were built.
+
+    Raises:
+        ModelMismatch: names up to eight layers that disagree, with the file where there are several.
+    """
+    files = list(dict.fromkeys(file for file, _ in declared))
+
+    def named(file: str, name: str) -> str:
+        return f"{Path(file).name}: {name}" if len(files) > 1 else name
+
+    problems = [f"{named(*key)}: {sentence}" for key, sentence in context.mismatches.items()]
+    for file, spec in declared:
+        key = (file, spec.name)
+        if key in context.consumed or key in context.mismatches:
+            continue
+        if key in context.rearranged:
+            context.dequantised[spec.name] = "ComfyUI rearranges this layer while loading; dequantised"
+        else:
+            problems.append(f"{named(*key)}: the model has no such layer")
+    absent = _absent(models) if context.incomplete else []
+    problems += absent
+    of = "" if absent else f"of {len(declared)} quantised "
     if problems:
         disagree = "layer disagrees" if len(problems) == 1 and not of else "layers disagree"
         shown = "\n".join(f"- {p}" for p in problems[:8])
         more = f"\n(and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        fit = "does not fit" if len(files) == 1 else "do not fit"
         raise ModelMismatch(
-            f"{Path(paths[0]).name} does not fit the model that ComfyUI recognised in it: "
+            f"{', '.join(Path(file).name for file in files)} {fit} the model that ComfyUI recognised: "
             f"{len(problems)} {of}{disagree}.\n{shown}{more}\n"
             "The file is incomplete, was made for another version of this model, or with a tool that renamed or "
             "repacked layers; download it again or convert it again from the original."

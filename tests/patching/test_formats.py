@@ -180,7 +180,7 @@ def linear_from_file(
     module.layer = operations(context).Linear(K, N, bias=bias, dtype=torch.float32)
     module.load_state_dict(fold(read([str(path)])[0], report.layers), strict=False)
     assert not context.mismatches
-    assert context.consumed == {"layer"}
+    assert context.consumed == {("", "layer")}
     return module.layer
 
 
