@@ -8,7 +8,7 @@ from typing import Any
 from ..kernels import calls as operator_calls
 from ..kernels import retired
 from .ops import DENSE, LOOKUP, PATCHED
-from .patcher import context_of, packed_modules
+from .patcher import context_of, is_compiled, packed_modules
 
 Group = dict[str, Any]
 Way = tuple[str, str, str, str, str, bool]
@@ -156,7 +156,7 @@ def report(patcher: Any) -> tuple[str, Group]:
         summary += " Nothing ran outside compiled graphs yet: connect the model that is sampled, and run."
     lines = [summary, *(line(group) for group in groups)]
     inside = compiled_calls(patcher)
-    if inside and (total == 0 or _compiled(patcher)):
+    if inside and (total == 0 or is_compiled(patcher)):
         lines.append(f"{inside} calls inside compiled graphs or of other models in this process.")
     lines += dequantised_lines(patcher)
     if hasattr(patcher, "lora_report"):
@@ -164,7 +164,3 @@ def report(patcher: Any) -> tuple[str, Group]:
     warnings = context_of(patcher.model).warnings
     lines += [f"warning: {sentence}" for sentence in warnings]
     return "\n".join(lines), {"summary": " ".join([summary, *warnings]), "groups": groups}
-
-
-def _compiled(patcher: Any) -> bool:
-    return "torch_compile_kwargs" in patcher.model_options

@@ -153,12 +153,24 @@ class _SidePatches:
         """Called by ComfyUI before sampling: make sure that no other clone's side paths are on the modules."""
         if self.is_injected and self.model.__dict__.get("_quant_loader_owner") != id(self):  # type: ignore[attr-defined]
             self._install()
+        if is_compiled(self):
+            # What a layer makes at its first call is made now: a graph would make it again on every call.
+            for module in packed_modules(self.model).values():
+                module.prepare(self.load_device, self.model.get_dtype_inference())  # type: ignore[attr-defined]
         super().pre_run()  # type: ignore[misc]
 
     def cleanup(self) -> None:
         """Called by ComfyUI after a run: the moment to read the output guards."""
         super().cleanup()  # type: ignore[misc]
         self.read_guards()
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        """As ComfyUI's, which unloads the model with it; the matrices of the LoRAs leave the device as well."""
+        model = super().detach(unpatch_all)  # type: ignore[misc]
+        if unpatch_all:
+            for side in self._side_paths.values():
+                side.release()
+        return model
 
     def read_guards(self) -> list[str]:
         """What the output guards noticed since the last call; each layer speaks once. One device synchronisation."""
@@ -335,6 +347,11 @@ class _Without:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def is_compiled(patcher: Any) -> bool:
+    """Whether ComfyUI's node has put torch.compile around the model."""
+    return "torch_compile_kwargs" in patcher.model_options
 
 
 def _weight_key(key: Any) -> str:

@@ -164,6 +164,14 @@ class SidePath:
         """Whether some term goes into a part of the weight only."""
         return any(term.offset is not None for term in self.terms)
 
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Put the matrices on ``device`` before the first call."""
+        self._matrices(device, dtype)
+
+    def release(self) -> None:
+        """Forget the copies on devices; the next call makes them anew."""
+        self._on_device.clear()
+
     def patch(self, weight: torch.Tensor) -> torch.Tensor:
         """ComfyUI's own arithmetic on a dense float32 ``weight`` ``[N, K]``, which this may overwrite."""
         original = None

@@ -77,3 +77,23 @@ def test_torch_compile_model_keeps_the_picture_and_the_lora(load: Callable[..., 
         assert torch.equal(run(compiled), wanted)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert torch.equal(denoise(patcher), plain)
+
+
+def test_the_matrices_of_a_lora_are_on_the_device_before_a_graph_is_made(load: Callable[..., Any]) -> None:
+    """Made inside a graph they would be moved on every call."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    compiled = lora_on(load("int8_row")).clone(disable_dynamic=True)
+    set_torch_compile_wrapper(model=compiled, backend="aot_eager", keys=["diffusion_model.single_blocks.0"])
+    module = packed_modules(compiled.model)[NAME]
+    with compiled.use_ejected(skip_and_inject_on_exit_only=True):
+        compiled.patch_model(load_weights=False)
+    compiled.pre_run()
+    made = dict(module.side_path._on_device)
+    assert list(made) == [(compiled.load_device, compiled.model.get_dtype_inference())]
+    torch.compile(module, backend="aot_eager", fullgraph=True)(
+        torch.zeros(2, 256, dtype=compiled.model.get_dtype_inference())
+    )
+    assert module.side_path._on_device == made
+    assert all(module.side_path._on_device[key] is matrices for key, matrices in made.items())
+    compiled.cleanup()

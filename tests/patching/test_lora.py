@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,23 @@ def test_a_clone_keeps_the_lora_and_its_removal_keeps_the_clone(load: Callable[.
     assert torch.equal(denoise(static), wanted)
     assert patched.clone_has_same_weights(static)
     assert not patched.clone_has_same_weights(patcher)
+
+
+def test_unloading_takes_the_matrices_of_a_lora_off_the_device(load: Callable[..., Any]) -> None:
+    import comfy.model_management
+
+    patched = with_lora(load("int8_row"), kohya_lora())
+    before = denoise(patched)
+    sides = list(patched._side_paths.values())
+    assert len(sides) > 1
+    with torch.no_grad():
+        for side in sides:  # in a type of their own, as on a device: what the LoRA's file holds stays
+            side.prepare(torch.device("cpu"), torch.float16)
+    copies = [weakref.ref(side._matrices(torch.device("cpu"), torch.float16).whole[0]) for side in sides if side.terms]
+    assert all(copy() is not None for copy in copies)
+    comfy.model_management.unload_all_models()
+    assert all(copy() is None for copy in copies)
+    assert torch.equal(denoise(patched), before)
 
 
 def test_a_clone_that_is_thrown_away_takes_nothing_with_it(load: Callable[..., Any]) -> None:
