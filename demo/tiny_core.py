@@ -232,9 +232,60 @@ def clip_l_whole(seed: int = 12) -> Tensors:
     return _clip_l(seed, hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12)
 
 
-def t5_base_whole(seed: int = 13) -> Tensors:
-    """T5's encoder in the real size of its base version (110 M weights)."""
-    return _t5(seed, d_model=768, d_ff=3072, d_kv=64, num_heads=12, num_layers=12)
+def t5_base_repeated(seed: int = 18) -> Tensors:
+    """T5's encoder in the real size of its base version, of which two blocks are made; see :func:`repeated`."""
+    return _t5(seed, d_model=768, d_ff=3072, d_kv=64, num_heads=12, num_layers=2)
+
+
+def umt5_base_repeated(seed: int = 19) -> Tensors:
+    """UMT5's encoder (ACE-Step) in the real size of its base version, of which two blocks are made, with a tokenizer.
+
+    The real vocabulary has 256,384 rows.
+    """
+    more = {"model_type": "umt5", "is_gated_act": True, "dense_act_fn": "gelu_pytorch_tanh", "vocab_size": 256384}
+    tensors = _t5(seed, d_model=768, d_ff=2048, d_kv=64, num_heads=12, num_layers=2, **more)
+    return {**tensors, "spiece_model": tokenizer()}
+
+
+def qwen3_06b_repeated(seed: int = 20) -> Tensors:
+    """Qwen3 0.6B in its real size, of which two layers are made; see :func:`repeated`."""
+    from comfy.text_encoders.llama import Qwen3_06B
+
+    return _encoder(Qwen3_06B, {"num_hidden_layers": 2}, seed)
+
+
+def repeated(tensors: Tensors, block: str, count: int) -> Tensors:
+    """`tensors` with `count` blocks in all: further ones are copies of the second, `<block>.1.`.
+
+    Real sizes are fixed by ComfyUI for encoders of a loader node; random weights for each block would take minutes.
+    """
+    second = f"{block}.1."
+    copies = {
+        f"{block}.{index}.{name.removeprefix(second)}": tensor.clone()
+        for index in range(2, count)
+        for name, tensor in tensors.items()
+        if name.startswith(second)
+    }
+    return {**tensors, **copies}
+
+
+def tokenizer() -> torch.Tensor:
+    """A SentencePiece model of single letters, as the bytes that encoder files carry (`spiece_model`)."""
+    import io
+
+    from sentencepiece import SentencePieceTrainer
+
+    written = io.BytesIO()
+    letters = ["abcdefghijklmnopqrstuvwxyz " * 4] * 4
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(letters),
+        model_writer=written,
+        model_type="char",
+        vocab_size=32,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
 
 
 def _clip_l(seed: int, **sizes: Any) -> Tensors:

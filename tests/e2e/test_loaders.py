@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import urllib.parse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,68 @@ PROMPT = "a small red house by the sea"
 
 @pytest.fixture(scope="module")
 def whole(comfyui: None) -> Callable[[str], quantize.Tensors]:
-    return functools.cache(lambda name: getattr(tiny_core, f"{name}_whole")())
+    return functools.cache(lambda name: getattr(tiny_core, name)())
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder that fits a test in its real size, which ComfyUI's loaders give it.
+
+    ``make``: a function of tiny_core. ``kind``: the type on the loader. ``block``, ``count``: where its blocks are, and
+    how many. ``branches``: additions to the residual stream. ``linears``: those that follow or multiply each other in a
+    branch.
+    """
+
+    make: str
+    kind: str
+    block: str
+    count: int
+    branches: int
+    linears: int
+
+    def bound(self, error: float) -> float:
+        """Relative error of an encoding whose linears have the relative error ``error``.
+
+        The n-th branch has the error of the stream that it reads and of its own k linears. A stream of branches of
+        unit size then has E_n^2 = E_(n-1)^2 + k e^2 / n, which is k e^2 (1 + 1/2 + ... + 1/n).
+        """
+        harmonic = sum(1 / n for n in range(1, self.branches + 1))
+        return float((self.linears * harmonic) ** 0.5 * error)
+
+
+ENCODERS = {
+    "clip_l": Encoder("clip_l_whole", "stable_diffusion", "text_model.encoder.layers", 12, 24, 2),
+    "t5_base": Encoder("t5_base_repeated", "stable_audio", "encoder.block", 12, 24, 2),
+    "umt5_base": Encoder("umt5_base_repeated", "ace", "encoder.block", 12, 24, 3),
+    "qwen3_06b": Encoder("qwen3_06b_repeated", "stable_diffusion", "model.layers", 28, 56, 3),
+}
+TABLES = ("shared", "model.embed_tokens", "text_model.embeddings.token_embedding")
 
 
 @pytest.fixture(scope="module")
-def encoder_file(server: ComfyServer, whole: Callable[[str], quantize.Tensors]) -> str:
+def put_encoder(server: ComfyServer, whole: Callable[[str], quantize.Tensors]) -> Callable[[str, str], str]:
+    """The name of an encoder's file with quantised linears and an INT8 table; each is written once."""
+
+    @functools.cache
+    def put(name: str, quantizer: str) -> str:
+        encoder = ENCODERS[name]
+        tensors = whole(encoder.make)
+        packed, metadata = quantize.quantize(tensors, quantizer, layers=tiny_core.linears(tensors, 64))
+        table = next(t for t in TABLES if f"{t}.weight" in tensors)
+        rows = quantize.int8_row(packed.pop(f"{table}.weight"))
+        packed.update({f"{table}.{suffix}": tensor for suffix, tensor in rows.tensors.items()})
+        packed[f"{table}.comfy_quant"] = quantize.marker_tensor({"format": "int8_tensorwise"})
+        if encoder.make.endswith("_repeated"):
+            packed = tiny_core.repeated(packed, encoder.block, encoder.count)
+        return quantize.save(server.models("text_encoders") / f"{name}-{quantizer}.safetensors", packed, metadata).name
+
+    return put
+
+
+@pytest.fixture(scope="module")
+def encoder_file(put_encoder: Callable[[str, str], str]) -> str:
     """CLIP-L with INT8 linears."""
-    tensors = whole("clip_l")
-    packed, metadata = quantize.quantize(tensors, "int8_row", layers=tiny_core.linears(tensors, 64))
-    return quantize.save(server.models("text_encoders") / "clip_l-int8_row.safetensors", packed, metadata).name
+    return put_encoder("clip_l", "int8_row")
 
 
 def encoded(server: ComfyServer, loader: dict[str, Any], name: str) -> quantize.Tensors:
@@ -109,17 +163,55 @@ def encoded(server: ComfyServer, loader: dict[str, Any], name: str) -> quantize.
     return quantize.load(server.output() / f"{name}.safetensors")[0]
 
 
-def test_a_text_encoder_runs_quantised(server: ComfyServer, encoder_file: str) -> None:
-    """Its conditioning is that of the same file dequantised, but for the error of 8-bit activations."""
-    inputs = {"clip_name1": encoder_file, "type": "stable_diffusion"}
-    exact = encoded(server, ours("QuantLoaderTextEncoder", **inputs, execution="exact"), "exact")
-    found = encoded(server, ours("QuantLoaderTextEncoder", **inputs), "quantised")
-    assert set(exact) == {"context", "pooled"}
-    for name, tensor in exact.items():
-        assert 0 < pictures.relative_difference(found[name], tensor) < bound("int8_row"), name
-    (model,) = ran(server, "text_encoders", inputs["clip_name1"])
-    assert model["ran"] == model["layers"] == 73
+# What an execution adds to the dequantised weight: 8-bit rows and activations, or FP4 activations, whose error is that
+# of W4A4 without that of the weight (0.100).
+ADDED_ERROR = {
+    ("int8_row", "auto"): LINEAR_ERROR["int8_row"],
+    ("nvfp4", "native"): (LINEAR_ERROR["nvfp4"] ** 2 - 0.100**2) ** 0.5,
+    ("nvfp4", "int8"): LINEAR_ERROR["int8_convrot"],
+}
+
+
+@pytest.fixture(scope="module")
+def dequantised(server: ComfyServer, put_encoder: Callable[[str, str], str]) -> Callable[[str, str], quantize.Tensors]:
+    """The conditioning of an encoder's file under the exact execution; each is made once."""
+
+    @functools.cache
+    def run(name: str, quantizer: str) -> quantize.Tensors:
+        inputs = {"clip_name1": put_encoder(name, quantizer), "type": ENCODERS[name].kind}
+        return encoded(server, ours("QuantLoaderTextEncoder", **inputs, execution="exact"), "exact")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "quantizer", "execution"),
+    [(name, *kind) for name in ENCODERS for kind in ADDED_ERROR if kind[1] != "int8" or name == "t5_base"],
+)
+def test_a_text_encoder_runs_quantised(
+    name: str,
+    quantizer: str,
+    execution: str,
+    server: ComfyServer,
+    put_encoder: Callable[[str, str], str],
+    dequantised: Callable[[str, str], quantize.Tensors],
+) -> None:
+    """Its conditioning is that of the same file dequantised, but for the error of the arithmetic that it asks for."""
+    encoder, file = ENCODERS[name], put_encoder(name, quantizer)
+    exact = dequantised(name, quantizer)
+    loader = ours("QuantLoaderTextEncoder", clip_name1=file, type=encoder.kind, execution=execution)
+    found = encoded(server, loader, "quantised")
+    assert set(exact) == ({"context", "pooled"} if name == "clip_l" else {"context"})
+    for part, tensor in exact.items():
+        difference = pictures.relative_difference(found[part], tensor)
+        assert 0 < difference < encoder.bound(ADDED_ERROR[quantizer, execution]), part
+    (model,) = ran(server, "text_encoders", file, execution=execution)
+    declared = check(str(server.models("text_encoders") / file)).layers
+    assert model["ran"] == model["layers"] == len(declared)
     assert model["dequantised"] == 0
+    # The table is read by rows; everything else multiplies quantised inputs.
+    kinds = {group["execution"]: group["count"] for group in model["groups"] if group["operator"] != "row lookup"}
+    assert kinds == {"native" if execution == "auto" else execution: len(declared) - 1}
 
 
 def test_a_broken_text_encoder_is_refused_by_name(server: ComfyServer, encoder_file: str) -> None:
@@ -273,7 +365,7 @@ LAYERS = {
 @pytest.fixture(scope="module")
 def checkpoint_file(server: ComfyServer, whole: Callable[[str], quantize.Tensors]) -> str:
     """Stable Diffusion 1.5 in one file (a tiny UNet, a whole CLIP, an autoencoder), 16-bit and with INT8 linears."""
-    clip = {name: tensor for name, tensor in whole("clip_l").items() if name != "text_projection.weight"}
+    clip = {name: tensor for name, tensor in whole("clip_l_whole").items() if name != "text_projection.weight"}
     parts = {
         "model.diffusion_model.": tiny_core.sd15(),
         "cond_stage_model.transformer.": clip,
