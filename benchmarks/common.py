@@ -16,14 +16,15 @@ and is run by `python -I -m quant_loader.benchmarks.NAME [--quick] [--json FILE]
 - Check the results before timing them: `Wrong` is raised, and the benchmark fails, when they are off.
 - Ratios are ours / stock of a cost (time, bytes, error): at most 1 is good. A column that means something else says so
   in its heading, and every table's `note` says which way its ratios go.
-- Times are medians (`median_of`) of alternating runs (`compare`) where the machine is quiet, or the least CPU time
-  (`least_of`, with `time.process_time`) where it is shared. State which in the note.
+- Times are medians of alternating runs (`compare`) where the machine is quiet, or the least CPU time (`least_of`, with
+  `time.process_time`) where it is shared. State which in the note.
 - Memory is a high-water mark of a process, so each measurement has its own: `in_child` runs
-  `python -I -m MODULE ARGUMENTS...` and returns the JSON on the last line that it prints.
+  `python -I -m MODULE ARGUMENTS...` and returns the JSON on the last line that it prints. `children.host` does the same
+  with ComfyUI imported beforehand, once.
 - A goal (`at_most`, `at_least`, `Goal`) carries its target, what was measured and whether it was met. A missed one
   needs an `explanation`: what was profiled, what moved the number, which measurement shows that it cannot be met. Only
   goals with `summary=True` reach the main table of RESULTS.md and the README: one or two a benchmark.
-- A `Plot` is data; `plots.py` draws it as PNG. Nothing else imports matplotlib.
+- A `Plot` is data; `figures.py` draws it as PNG. Nothing else imports matplotlib.
 - `quick` keeps the question and the checks, and takes fewer repeats and smaller sizes: `make bench` runs every
   benchmark quick, and all of them within 15 minutes on two cores.
 - Files go into a temporary folder that is removed afterwards. Results carry no path, host or user name.
@@ -32,13 +33,11 @@ and is run by `python -I -m quant_loader.benchmarks.NAME [--quick] [--json FILE]
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -46,6 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from quant_loader.demo.paths import CHECKOUT, comfyui_tree
 
@@ -228,51 +228,11 @@ def _plain(value: object) -> object:
 # --- stopwatches ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Spent:
-    """What one call cost: seconds by the wall clock, and seconds of CPU time of all threads of this process."""
-
-    wall: float
-    cpu: float
-
-
-def once(function: Callable[[], object]) -> Spent:
-    """One call, with the garbage collector run before it and kept off during it."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        wall, cpu = time.perf_counter(), time.process_time()
-        function()
-        return Spent(time.perf_counter() - wall, time.process_time() - cpu)
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _times(function: Callable[[], object], repeats: int, clock: Clock, warm_up: int) -> list[float]:
-    for _ in range(warm_up):
-        function()
-    times = []
-    for _ in range(repeats):
-        started = clock()
-        function()
-        times.append(clock() - started)
-    return times
-
-
-def median_of(
-    function: Callable[[], object], repeats: int = 5, clock: Clock = time.perf_counter, warm_up: int = 1
-) -> float:
-    """Seconds: the median of `repeats` calls after `warm_up` that are not counted."""
-    return statistics.median(_times(function, repeats, clock, warm_up))
-
-
 def least_of(
     function: Callable[[], object], repeats: int = 5, clock: Clock = time.process_time, warm_up: int = 1
 ) -> float:
     """Seconds: the fastest of `repeats` calls after `warm_up` that are not counted; CPU time by default."""
-    return min(_times(function, repeats, clock, warm_up))
+    return min(compare({"": function}, repeats, clock, warm_up)[""])
 
 
 def compare(
@@ -331,13 +291,11 @@ class ChildFailed(RuntimeError):
     """A child process ended with an error or ran too long; the message carries the end of what it printed."""
 
 
-def in_child(module: str, *arguments: str, timeout: float = 600.0, **environment: str) -> dict[str, object]:
+def in_child(module: str, *arguments: str, timeout: float = 600.0) -> dict[str, Any]:
     """Runs `python -I -m MODULE ARGUMENTS...` and returns the JSON object on the last line of its output."""
     command = [sys.executable, "-I", "-m", module, *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment}, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired as late:
         raise ChildFailed(f"{module} {' '.join(arguments)} took longer than {timeout:.0f} s") from late
     lines = done.stdout.strip().splitlines()

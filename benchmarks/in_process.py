@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import time
@@ -121,6 +122,15 @@ def prepare(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this PyTorch finds no CUDA device; use cpu or auto")
     comfy.cli_args.args.cpu = device == "cpu" or not torch.cuda.is_available()
+
+
+def preload() -> None:
+    """Imports what a server with this pack has imported when it is up, after `prepare`."""
+    for module in ("server", "nodes", "comfy.sample", "quant_loader.nodes"):
+        importlib.import_module(module)
+    from quant_loader.patching import host
+
+    host.preload()  # as the extension's on_load does, which needs a server for the rest of its work
 
 
 def load(side: str, path: Path, execution: str = "auto") -> Any:

@@ -3,11 +3,11 @@
     python -I -m quant_loader.benchmarks.load [--quick] [--json FILE] [--formats int8_row,nvfp4] [--repeats 5]
 
 A Flux-shaped checkpoint is written for each format (random codes, plausible scales), loaded by ComfyUI's UNETLoader and
-by this pack's loader, and removed. Each load has a process of its own, which has imported ComfyUI before the clock
-starts; the two sides take turns. *Ready* is: the node has returned (our check included), ComfyUI has put the model on
-its device, and every page of every weight has been read once, so that nothing lazy is left over. *Warm*: the file is
-in the page cache. *Cold*: the kernel was told to drop the file's pages (`posix_fadvise` DONTNEED) before the process
-began.
+by this pack's loader, and removed. Each load has a process of its own, in which ComfyUI and both loaders are imported
+but nothing has been loaded (`children.host`); the two sides take turns. *Ready* is: the node has returned (our check
+included), ComfyUI has put the model on its device, and every page of every weight has been read once, so that nothing
+lazy is left over. *Warm*: the file is in the page cache. *Cold*: the kernel was told to drop the file's pages
+(`posix_fadvise` DONTNEED) before the load.
 Peak memory is the high-water mark of resident memory above what the process had before the node started; mapped pages
 of the file count.
 """
@@ -32,19 +32,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quant_loader.benchmarks import common
+from quant_loader.benchmarks import children, common, in_process
+from quant_loader.benchmarks.children import InChild
 from quant_loader.benchmarks.common import Cell, Plot, Result, Table, Wrong, say
 from quant_loader.demo import models
-from quant_loader.demo.paths import comfyui_tree
 
 MODULE = "quant_loader.benchmarks.load"
 HIDDEN = 1536
 SIDES = ("ours", "stock")
-QUICK = ("int8_convrot", "fp8", "nvfp4", "convrot_w4a4")
 FORMATS = ("int8_scalar", "int8_row", "int8_convrot", "fp8", "mxfp8", "nvfp4", "convrot_w4a4")
 FOUR_BITS = ("nvfp4", "convrot_w4a4")
 BLOCK = 16 << 20
-PROBE_LAYER = "double_blocks.0.img_attn.proj"
+PROBES = ("double_blocks.0.img_attn.proj", "single_blocks.18.linear2")
 
 # Largest relative error of one linear. Ours: against the float32 reference of the same arithmetic, where only the order
 # of summation differs. Stock: against the exact product, from which it differs by the rounding of activations.
@@ -173,15 +172,16 @@ def write(path: Path, fmt: str) -> int:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     noise = np.frombuffer(np.random.default_rng(3).bytes(BLOCK), np.uint8)
+    kinds = {(piece.mask, piece.base) for piece in listed if piece.data is None}
+    codes = {(mask, base): ((noise & mask) + base).astype(np.uint8).data for mask, base in kinds}
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for piece in listed:
             if piece.data is not None:
                 out.write(piece.data)
                 continue
-            codes = ((noise & piece.mask) + piece.base).astype(np.uint8).data
             for start in range(0, piece.nbytes, BLOCK):
-                out.write(codes[: min(BLOCK, piece.nbytes - start)])
+                out.write(codes[piece.mask, piece.base][: min(BLOCK, piece.nbytes - start)])
         out.flush()
         os.fsync(out.fileno())
     return path.stat().st_size
@@ -201,32 +201,22 @@ def drop_pages(path: Path) -> bool:
 
 def prepare_comfyui(folder: Path) -> None:
     """Imports ComfyUI with `folder` as its folder of diffusion models; on the CPU where there is no accelerator."""
-    tree = comfyui_tree()
-    if str(tree) not in sys.path:
-        sys.path.insert(0, str(tree))
-    import comfy.cli_args
-    import torch
-
-    comfy.cli_args.args.cpu = not torch.cuda.is_available()
+    in_process.prepare("auto")
+    in_process.preload()
     import folder_paths
-    import server  # noqa: F401
-
-    import nodes  # noqa: F401 - and with them all that a server has imported before its first prompt
 
     folder_paths.folder_names_and_paths["diffusion_models"] = ([str(folder)], {".safetensors"})
 
 
 def loader(side: str, name: str) -> Callable[[], Any]:
-    """The node's own function, with what a server has imported when it is up: ComfyUI's nodes, and this pack's."""
+    """The node's own function."""
     if side == "stock":
         import nodes
 
         return lambda: nodes.UNETLoader().load_unet(name, "default")[0]
     from quant_loader import comfy_entrypoint
-    from quant_loader.patching import host
 
     listed = asyncio.run(asyncio.run(comfy_entrypoint()).get_node_list())
-    host.preload()  # as the extension's on_load does, which needs a server for the rest of its work
     (node,) = (node for node in listed if node.__name__ == "QuantLoaderDiffusionModel")
     return lambda: node.execute(name).args[0]
 
@@ -269,14 +259,12 @@ def read_from_disk() -> int | None:
     return int(next(line for line in text.splitlines() if line.startswith("read_bytes:")).split()[1])
 
 
-def one_load(side: str, path: Path, verify: bool) -> dict[str, object]:
-    """Loads once and says what it cost; with `verify` also the error of one linear of the loaded model.
-
-    Then the same once more in the same process, for the cost without what only the first load of a process does.
-    """
+def one_load(side: str, path: Path) -> dict[str, object]:
+    """Loads twice and says what each cost; the second without what only the first load of a process does."""
     prepare_comfyui(path.parent)
     import comfy.model_management
     import torch
+    from quant_loader.checkpoint import cache
 
     load = loader(side, path.name)
     cuda = torch.cuda.is_available()
@@ -307,74 +295,79 @@ def one_load(side: str, path: Path, verify: bool) -> dict[str, object]:
         "weight_bytes": held,
         "device_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }
-    if verify:
-        answer["error"] = error_of_linear(side, patcher, path)
     comfy.model_management.unload_all_models()
     del patcher
     gc.collect()
-    from quant_loader.checkpoint import cache
-
     cache.clear()
     wall, cpu = time.perf_counter(), time.process_time()
     patcher = load()
     comfy.model_management.load_models_gpu([patcher])
     touch(patcher.model.diffusion_model)
+    if cuda:
+        torch.cuda.synchronize()
     answer["again_seconds"], answer["again_cpu_seconds"] = time.perf_counter() - wall, time.process_time() - cpu
     return answer
 
 
-def error_of_linear(side: str, patcher: Any, path: Path) -> float:
-    """Relative error of one linear of the loaded model on random activations (see `OURS_WRONG`)."""
+def errors_of(side: str, path: Path) -> dict[str, float]:
+    """Loads; relative error of each probed linear of the model on random activations (see `OURS_WRONG`)."""
+    prepare_comfyui(path.parent)
+    import comfy.model_management
     import torch
     from quant_loader import kernels
     from quant_loader.checkpoint import check
     from safetensors import safe_open
 
-    (spec,) = (layer for layer in check([path]).layers if layer.name == PROBE_LAYER)
-    with safe_open(path, framework="pt") as file:
-        tensors = {suffix: file.get_tensor(name) for suffix, name in spec.tensors.items()}
-        bias = file.get_tensor(f"{PROBE_LAYER}.bias").float()
-    x = torch.randn(4, spec.K, generator=torch.Generator().manual_seed(11))
-    module = patcher.model.diffusion_model.get_submodule(PROBE_LAYER)
-    execution = kernels.prepare(spec, kernels.device_facts("cpu"), "auto").plan.execution if side == "ours" else "exact"
-    with torch.inference_mode():
-        truth = kernels.reference_linear(x, spec, tensors, bias, execution)
-        y = module(x.to(patcher.load_device)).float().cpu()
-    return float((y - truth).norm() / truth.norm())
+    patcher = loader(side, path.name)()
+    comfy.model_management.load_models_gpu([patcher])
+    specs = {layer.name: layer for layer in check([path]).layers}
+    errors = {}
+    for name in PROBES:
+        spec = specs[name]
+        with safe_open(path, framework="pt") as file:
+            tensors = {suffix: file.get_tensor(stored) for suffix, stored in spec.tensors.items()}
+            bias = file.get_tensor(f"{name}.bias").float()
+        x = torch.randn(4, spec.K, generator=torch.Generator().manual_seed(11))
+        module = patcher.model.diffusion_model.get_submodule(name)
+        plan = kernels.prepare(spec, kernels.device_facts("cpu"), "auto").plan
+        with torch.inference_mode():
+            truth = kernels.reference_linear(x, spec, tensors, bias, plan.execution if side == "ours" else "exact")
+            y = module(x.to(patcher.load_device)).float().cpu()
+        errors[name] = in_process.relative(y, truth)
+    return errors
 
 
 # --- all loads --------------------------------------------------------------------------------------------------------
 
 
-def child(side: str, path: Path, verify: bool = False) -> dict[str, Any]:
-    return common.in_child(MODULE, "--one", side, "--path", str(path), *(["--verify"] if verify else []))
-
-
-def verify(answer: dict[str, Any], side: str, fmt: str) -> None:
+def verify(errors: dict[str, Any], side: str, fmt: str) -> None:
     """Raises Wrong when the loaded model computes something else than the file says."""
     most = OURS_WRONG if side == "ours" else STOCK_WRONG.get(fmt, STOCK_WRONG_ELSE)
-    if not answer["error"] <= most:
-        raise Wrong(f"{fmt}, {side}: a linear of the loaded model is off by {answer['error']:.2g}")
+    for name, error in errors.items():
+        if not error <= most:
+            raise Wrong(f"{fmt}, {side}: {name} of the loaded model is off by {error:.2g}, expected {most} at most")
 
 
-def loads_of(path: Path, fmt: str, repeats: int, cold_repeats: int) -> dict[str, Any]:
-    """Every load of one file: state -> side -> answers. The first of each side is checked when its time is taken.
+def loads_of(in_child: InChild, path: Path, fmt: str, repeats: int, cold_repeats: int) -> dict[str, Any]:
+    """Every load of one file: state -> side -> answers, after a load of each side whose result is checked.
 
     Without a way to drop pages, what would have been the cold loads are neither cold nor counted.
     """
-    found: dict[str, Any] = {"size": path.stat().st_size}
-    for state, times in (("cold", max(1, cold_repeats)), ("warm", repeats)):
+
+    def child(what: str, side: str) -> dict[str, Any]:
+        return in_child(MODULE, what, side, "--path", str(path))
+
+    found: dict[str, Any] = {"size": path.stat().st_size, "errors": {side: child("--verify", side) for side in SIDES}}
+    for side in SIDES:
+        verify(found["errors"][side], side, fmt)
+    for state, times in (("cold", cold_repeats), ("warm", repeats)):
         answers: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         counted = True
         for turn in range(times):
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 if state == "cold":
                     counted = drop_pages(path)
-                first = state == "cold" and turn == 0
-                answer = child(side, path, verify=first)
-                if first:
-                    verify(answer, side, fmt)
-                answers[side].append(answer)
+                answers[side].append(child("--one", side))
         found[state] = answers if counted else {side: [] for side in SIDES}
         if found[state]["ours"]:
             costs = ((s, median(answers[s], "seconds"), median(answers[s], "peak_bytes") / 1e9) for s in SIDES)
@@ -392,43 +385,43 @@ def ratio(answers: dict[str, list[dict[str, Any]]], key: str) -> float:
 
 def table(found: dict[str, Any]) -> Table:
     rows: list[list[Cell]] = []
+    device = any(answer["device_bytes"] for one in found.values() for answer in one["warm"]["ours"])
     for fmt, one in found.items():
         for state in ("warm", "cold"):
             answers = one[state]
             if not answers["ours"]:
                 continue
-            rows.append(
-                [
-                    fmt,
-                    one["size"] / 1e9,
-                    state,
-                    *(median(answers[side], "seconds") for side in SIDES),
-                    ratio(answers, "seconds"),
-                    ratio(answers, "again_seconds"),
-                    *(median(answers[side], "peak_bytes") / 1e9 for side in SIDES),
-                    ratio(answers, "peak_bytes"),
-                ]
-            )
-    times = ["ours, s", "stock, s", "ours / stock", "second load, ours / stock"]
+            row: list[Cell] = [fmt, one["size"] / 1e9, state]
+            row += [median(answers[side], "seconds") for side in SIDES]
+            row += [ratio(answers, "seconds"), ratio(answers, "again_seconds")]
+            for key in ("peak_bytes", "device_bytes") if device else ("peak_bytes",):
+                row += [*(median(answers[side], key) / 1e9 for side in SIDES), ratio(answers, key)]
+            rows.append(row)
+    columns = ["format", "GB", "cache", "ours, s", "stock, s", "ours / stock", "second load, ours / stock"]
+    columns += ["ours, peak GB", "stock, peak GB", "peak, ours / stock"]
+    if device:
+        columns += ["ours, device GB", "stock, device GB", "device, ours / stock"]
+    counts = {state: max(len(one[state]["ours"]) for one in found.values()) for state in ("warm", "cold")}
     return Table(
         "From node start to ready",
-        ["format", "GB", "cache", *times, "ours, peak GB", "stock, peak GB", "peak, ours / stock"],
+        columns,
         rows,
-        "Ratios are ours / stock: at most 1 is good. Medians of fresh processes in turn. Ready: node returned (our "
-        "check included), model on its device, every page of every weight read. The first load of a process; *second "
-        "load*: the same file again in the same process, without the modules that the first one imports. Peak: "
+        f"Ratios are ours / stock: at most 1 is good. Medians of fresh processes in turn, {counts['warm']} a side warm "
+        f"and {counts['cold']} cold. Ready: node returned (our check included), model on its device, every page of "
+        "every weight read. The first load of a process; *second load*: the same file again in the same process. Peak: "
         "resident memory above that before the node, mapped file pages included. Cold: the file's pages dropped with "
-        "posix_fadvise(DONTNEED); a disk may still have a cache of its own.",
+        "posix_fadvise(DONTNEED); a disk may still have a cache of its own. Before any is timed, a load of each side "
+        "is checked: two linears of the model against the float32 product of what the file holds.",
     )
 
 
 def measure(formats: Sequence[str], repeats: int, cold_repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="load-") as folder:
+    with tempfile.TemporaryDirectory(prefix="load-") as folder, children.host() as in_child:
         for fmt in formats:
             path = Path(folder) / f"flux-{fmt}.safetensors"
             say(f"  {fmt}: {write(path, fmt) / 1e9:.2f} GB written")
-            found[fmt] = loads_of(path, fmt, repeats, cold_repeats)
+            found[fmt] = loads_of(in_child, path, fmt, repeats, cold_repeats)
             path.unlink()
     return found
 
@@ -442,15 +435,15 @@ def explanation(answers: dict[str, list[dict[str, Any]]], key: str) -> str:
         return f"{apart / 1e6:.0f} MB apart; the stock loads differ by {scatter / 1e6:.0f} MB among themselves."
     again = median(answers["ours"], "again_seconds") - median(answers["stock"], "again_seconds")
     return (
-        f"{apart * 1e3:.0f} ms apart in the first load of a process and {again * 1e3:.0f} ms in the second, which "
-        f"imports nothing; the stock loads differ by {scatter * 1e3:.0f} ms among themselves."
+        f"{apart * 1e3:.0f} ms apart in the first load of a process and {again * 1e3:.0f} ms in the second; the stock "
+        f"loads differ by {scatter * 1e3:.0f} ms among themselves."
     )
 
 
 def run(quick: bool, formats: Sequence[str] = (), repeats: int = 0) -> Result:
-    """`quick`: four formats, three warm loads a side and one cold one; else all seven, five and three."""
-    chosen = list(formats) or list(QUICK if quick else FORMATS)
-    found = measure(chosen, repeats or (3 if quick else 5), 1 if quick else 3)
+    """Every format; `quick`: five warm loads a side and two cold ones, else nine and five."""
+    chosen = list(formats or FORMATS)
+    found = measure(chosen, repeats or (5 if quick else 9), 2 if quick else 5)
     goals = []
     for key, label in (("seconds", "time to load, ours / stock"), ("peak_bytes", "peak memory, ours / stock")):
         ratios = {fmt: ratio(one["warm"], key) for fmt, one in found.items()}
@@ -492,11 +485,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[], help=", ".join(FORMATS))
     parser.add_argument("--repeats", type=int, default=0, help="warm loads a side")
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--verify", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--verify", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.one:
-        print(json.dumps(one_load(options.one, options.path, options.verify)))
+    if options.one or options.verify:
+        answer = one_load(options.one, options.path) if options.one else errors_of(options.verify, options.path)
+        print(json.dumps(answer))
         return 0
     return common.finish(lambda: run(options.quick, options.formats, options.repeats), options)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quant_loader.benchmarks import common, in_process
+from quant_loader.benchmarks import children, common, in_process
 from quant_loader.benchmarks.common import Cell, Plot, Result, Table, Wrong, say
 from quant_loader.benchmarks.in_process import Size, Tensors
 
@@ -216,7 +216,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """side -> format -> "rank x count" -> figures; raises Wrong where the effect of ours is off."""
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="lora-") as name:
+    with tempfile.TemporaryDirectory(prefix="lora-") as name, children.host() as in_child:
         folder = Path(name)
         in_process.write_models(folder, in_process.flux_state_dict(size), tuple(formats))
         for side in SIDES:
@@ -228,7 +228,7 @@ def measure(
                 "repeats": repeats,
                 "device": device,
             }
-            found[side] = common.in_child(MODULE, "--one", json.dumps(order), "--folder", name, timeout=3600)
+            found[side] = in_child(MODULE, "--one", json.dumps(order), "--folder", name, timeout=3600)
             say(f"  {side}: {', '.join(found[side])}")
     for fmt, one in found["ours"].items():
         for stack, figures in one.items():

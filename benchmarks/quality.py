@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from quant_loader import kernels
-from quant_loader.benchmarks import common, cpu, in_process, sample
+from quant_loader.benchmarks import children, common, cpu, in_process, sample
 from quant_loader.benchmarks.common import Cell, Plot, Result, Table, Wrong, say
 from quant_loader.benchmarks.in_process import DENSE, MODES, Size
 from quant_loader.checkpoint import LayerSpec
@@ -197,12 +197,12 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
 def pictures(formats: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
     """side -> label -> {"latent", "psnr"} or {"failed"}."""
     found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="quality-") as name:
+    with tempfile.TemporaryDirectory(prefix="quality-") as name, children.host() as in_child:
         folder = Path(name)
         in_process.write_models(folder, models.flux_state_dict(), tuple(formats))
         for side in sample.SIDES:
             order = {"side": side, "device": device, "cases": sample.cases_of(side, formats)}
-            found[side] = common.in_child(MODULE, "--one", json.dumps(order), "--folder", str(folder))
+            found[side] = in_child(MODULE, "--one", json.dumps(order), "--folder", str(folder))
             say(f"  {side}: {len(found[side])} pictures")
     if not found["stock"][DENSE]["spread"] > 0.02:
         raise Wrong("the 16-bit model's picture is flat, so a difference to it says nothing")

@@ -183,9 +183,9 @@ def keep(result: Result, folder: Path) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             say("  matplotlib is not installed: plots stay as they are (pip install 'quant-loader[bench]')")
             return
-        from quant_loader.benchmarks import plots
+        from quant_loader.benchmarks import figures
 
-        plots.write(result, folder / "plots")
+        figures.write(result, folder / "plots")
 
 
 def plot_files(result: Result, folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quant_loader.benchmarks import common, in_process
+from quant_loader.benchmarks import children, common, in_process
 from quant_loader.benchmarks.common import Cell, Goal, Plot, Result, Table, Wrong, say
 from quant_loader.benchmarks.in_process import DENSE, MODES, Size
 
@@ -113,7 +113,7 @@ def measure(size: Size, formats: Sequence[str], steps: int, rounds: int, device:
     """Every round of every side: {"cases": {side: {label: {wall, cpu, error, ...}}}, "threads": n}."""
     found: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
     threads = 0
-    with tempfile.TemporaryDirectory(prefix="sample-") as name:
+    with tempfile.TemporaryDirectory(prefix="sample-") as name, children.host() as in_child:
         folder = Path(name)
         in_process.write_models(folder, in_process.flux_state_dict(size), tuple(formats))
         for turn in range(rounds):
@@ -122,7 +122,7 @@ def measure(size: Size, formats: Sequence[str], steps: int, rounds: int, device:
                 if not cases:
                     continue
                 order = {"side": side, "size": vars(size), "steps": steps, "device": device, "cases": cases}
-                answer: Any = common.in_child(MODULE, "--one", json.dumps(order), "--folder", str(folder), timeout=3600)
+                answer: Any = in_child(MODULE, "--one", json.dumps(order), "--folder", str(folder), timeout=3600)
                 threads = answer["threads"]
                 for key, case in answer["cases"].items():
                     kept = found[side].setdefault(key, {**case, "wall": [], "cpu": []})

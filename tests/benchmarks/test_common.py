@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import getpass
 import json
 import math
 import platform
 import subprocess
 import sys
-import time
 
 import pytest
 from quant_loader.benchmarks import common
@@ -118,10 +116,8 @@ def test_a_message_tells_nothing_of_the_folders_here():
 def test_stopwatches_count_what_was_asked_for():
     calls = []
     ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0])
-    assert common.median_of(lambda: calls.append(1), repeats=3, clock=lambda: next(ticks)) == 3.0
+    assert common.least_of(lambda: calls.append(1), repeats=3, clock=lambda: next(ticks)) == 1.0
     assert len(calls) == 4  # one that is not counted
-    ticks = iter([0.0, 5.0, 10.0, 11.0])
-    assert common.least_of(lambda: None, repeats=2, clock=lambda: next(ticks), warm_up=0) == 1.0
 
 
 def test_comparisons_take_turns():
@@ -130,13 +126,6 @@ def test_comparisons_take_turns():
     times = common.compare(sides, repeats=2)
     assert order == ["ours", "stock", "ours", "stock", "stock", "ours"]
     assert {name: len(spent) for name, spent in times.items()} == {"ours": 2, "stock": 2}
-
-
-def test_one_call_is_measured_by_both_clocks_and_the_collector_comes_back():
-    spent = common.once(lambda: time.sleep(0.05))
-    assert spent.wall >= 0.05
-    assert spent.cpu < spent.wall
-    assert gc.isenabled()
 
 
 def test_peak_memory_grows_with_what_was_held():

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 from PIL import Image
-from quant_loader.benchmarks import common, plots, run
+from quant_loader.benchmarks import common, figures, run
 from quant_loader.benchmarks.common import Goal, Plot, Result, Table
 
 MACHINE = {"date": "2026-01-02", "cpu": "a processor", "cores": 2, "vnni": False, "python": "3.11.1"}
@@ -129,7 +129,7 @@ def test_plots_are_small_pictures_on_white(tmp_path, kind):
     plot.kind = kind
     if kind == "lines":
         plot.x, plot.log_x, plot.log_y = [100.0, 1000.0], True, True
-    (path,) = plots.write(a_result("check", plots=[plot]), tmp_path)
+    (path,) = figures.write(a_result("check", plots=[plot]), tmp_path)
     assert path.name == "check.png"
     picture = Image.open(path).convert("RGB")
     assert picture.getpixel((2, 2)) == (255, 255, 255)

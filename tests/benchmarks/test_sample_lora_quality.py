@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from quant_loader import kernels
-from quant_loader.benchmarks import common, cpu, in_process, lora, quality, sample
+from quant_loader.benchmarks import children, cpu, in_process, lora, quality, sample
 from quant_loader.benchmarks.common import Table, Wrong
 from quant_loader.benchmarks.in_process import DENSE, Size
 
@@ -31,7 +31,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             assert importlib.import_module(module).main(arguments) == 0
         return json.loads(printed.getvalue().splitlines()[-1])
 
-    monkeypatch.setattr(common, "in_child", here)
+    monkeypatch.setattr(children, "host", lambda: contextlib.nullcontext(here))
 
 
 def column(table: Table, name: str) -> list[Any]:
