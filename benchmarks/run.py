@@ -3,9 +3,9 @@
     python -I -m quant_loader.benchmarks.run [NAMES...] [--full] [--no-readme]
 
 Each benchmark runs in a process of its own with a time limit. Its result goes to `results/NAME.json`, its plots to
-`plots/`; RESULTS.md is put together from all results there are, so that a benchmark which did not run keeps its
-section. One that fails has a section that says so, and the exit code is 1. The main table is also put into README.md,
-between `<!-- bench:begin -->` and `<!-- bench:end -->`, where it has those lines.
+`plots/`; RESULTS.md is put together from all results there are, so that a benchmark which did not run this time keeps
+its section. One that fails, or never ran, has a section that says so; a failure makes the exit code 1. The main table
+is also put into README.md, between `<!-- bench:begin -->` and `<!-- bench:end -->`, where it has those lines.
 """
 
 from __future__ import annotations
@@ -43,9 +43,6 @@ class Benchmark:
     @property
     def module(self) -> str:
         return f"quant_loader.benchmarks.{self.name}"
-
-    def exists(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
 
 
 BENCHMARKS = (
@@ -105,17 +102,21 @@ def run_one(benchmark: Benchmark, quick: bool) -> Result:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def main_table(results: Sequence[Result]) -> Table:
-    """A line for each goal that stands for its benchmark, and for each benchmark that failed."""
+def main_table(results: Mapping[str, Result]) -> Table:
+    """A line for each goal that stands for its benchmark, and for each benchmark that failed or never ran."""
     rows: list[list[Cell]] = []
-    for result in results:
-        if result.failed:
+    for benchmark in BENCHMARKS:
+        result = results.get(benchmark.name)
+        if result is None:
+            rows.append([benchmark.name, "not run", "", "", ""])
+        elif result.failed:
             rows.append([result.name, "the benchmark failed", "", "", "**failed**"])
-        rows += [
-            [result.name, goal.name, goal.target, goal.measured, "met" if goal.met else "**missed**"]
-            for goal in result.goals
-            if goal.summary
-        ]
+        else:
+            rows += [
+                [result.name, goal.name, goal.target, goal.measured, "met" if goal.met else "**missed**"]
+                for goal in result.goals
+                if goal.summary
+            ]
     return Table("", ["benchmark", "measured", "goal", "here", ""], rows)
 
 
@@ -130,10 +131,13 @@ def machine_line(machine: Mapping[str, Cell]) -> str:
     )
 
 
-def section(benchmark: Benchmark, result: Result, plots: Sequence[str]) -> str:
+def section(benchmark: Benchmark, result: Result | None, plots: Sequence[str]) -> str:
     """The part of the page for one benchmark."""
     command = f"`python -I -m {benchmark.module}`"
     parts = [f"## {benchmark.heading}"]
+    if result is None:
+        parts.append(f"**Not run**: `make bench NAMES={benchmark.name}` adds it.")
+        return "\n\n".join(parts)
     if result.failed:
         parts.append(f"**Failed**: {result.failed}\n\n{command}, {machine_line(result.machine)}")
         return "\n\n".join(parts)
@@ -149,15 +153,13 @@ def section(benchmark: Benchmark, result: Result, plots: Sequence[str]) -> str:
 
 def page(results: Mapping[str, Result], plots: Mapping[str, Sequence[str]]) -> str:
     """RESULTS.md."""
-    present = [benchmark for benchmark in BENCHMARKS if benchmark.name in results]
-    summary = main_table([results[benchmark.name] for benchmark in present]).markdown()
     head = (
         "# Results\n\nWritten by `make bench` (`python -I -m quant_loader.benchmarks.run`), which measures on the "
         "machine it runs on. Ratios are ours / stock of a cost, so that at most 1 is good, unless a heading says "
         "otherwise. Each section names its machine, versions and date. Where a goal is missed, the section says why."
     )
-    parts = [head, f"{BEGIN}\n\n{summary}\n\n{END}"]
-    parts += [section(benchmark, results[benchmark.name], plots.get(benchmark.name, ())) for benchmark in present]
+    parts = [head, f"{BEGIN}\n\n{main_table(results).markdown()}\n\n{END}"]
+    parts += [section(one, results.get(one.name), plots.get(one.name, ())) for one in BENCHMARKS]
     return "\n\n".join(parts) + "\n"
 
 
@@ -201,7 +203,7 @@ def write_pages(folder: Path, readme: Path | None) -> None:
     (folder / "RESULTS.md").write_text(page(results, drawn), encoding="utf-8")
     if readme is not None and readme.is_file():
         before = readme.read_text(encoding="utf-8")
-        after = between_markers(before, main_table(list(results.values())).markdown())
+        after = between_markers(before, main_table(results).markdown())
         if after != before:
             readme.write_text(after, encoding="utf-8")
 
@@ -221,7 +223,7 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER, readme: Path 
     failures = 0
     started = time.monotonic()
     for benchmark in BENCHMARKS:
-        if options.no_run or benchmark.name not in (options.names or known) or not benchmark.exists():
+        if options.no_run or benchmark.name not in (options.names or known):
             continue
         say(f"{benchmark.name}: {benchmark.heading}")
         begun = time.monotonic()
