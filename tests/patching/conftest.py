@@ -56,6 +56,22 @@ def load_base(files: Callable[..., Path]) -> Callable[[], Any]:
     return lambda: comfy.sd.load_diffusion_model(str(files("base")))
 
 
+@pytest.fixture
+def stock_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Path]:
+    """ComfyUI's ModelSave node, writing into a folder of the test."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
+    from comfy_extras.nodes_model_merging import ModelSave
+
+    def save(patcher: Any) -> Path:
+        ModelSave().save(patcher, "saved/model")
+        (path,) = (tmp_path / "output" / "saved").iterdir()
+        return path
+
+    return save
+
+
 @pytest.fixture(autouse=True)
 def _unloaded() -> Any:
     """Every test starts and ends with no model loaded."""

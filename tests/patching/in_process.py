@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,54 @@ def denoise(patcher: Any, inputs: Inputs | None = None, **options: Any) -> torch
         out = patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector, **options)
     patcher.cleanup()
     return out
+
+
+def run_as_it_is(patcher: Any, inputs: Inputs | None = None) -> torch.Tensor:
+    """One call without loading anything first."""
+    inputs = inputs or flux_inputs()
+    with torch.no_grad():
+        return patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector)
+
+
+def with_lora(patcher: Any, strength: float = 0.7, layers: Collection[str] | None = None, size: float = 0.05) -> Any:
+    """A clone with random LoRA matrices of rank 4 on its packed layers, or on the weights ``layers``, packed or not."""
+    import comfy.utils
+    from comfy.weight_adapter import LoRAAdapter
+    from quant_loader.patching.patcher import packed_modules
+
+    generator = torch.Generator().manual_seed(2)
+    patches = {}
+    for key in packed_modules(patcher.model) if layers is None else layers:
+        N, K = comfy.utils.get_attr(patcher.model, key).shape
+        up, down = torch.randn(N, 4, generator=generator) * size, torch.randn(4, K, generator=generator) / K**0.5
+        patches[key] = LoRAAdapter(set(), (up, down, 4.0, None, None, None))
+    patched = patcher.clone()
+    patched.add_patches(patches, strength)
+    return patched
+
+
+def partly_loaded(patcher: Any) -> Iterator[torch.Tensor]:
+    """What the model computes with half of its bytes on the device, and with none: as under --lowvram and --novram."""
+    device = torch.device("cpu")
+    for budget in (patcher.model_size() // 2, 1):
+        patcher.load(device, lowvram_model_memory=budget)
+        patcher.inject_model()
+        assert patcher.model.model_lowvram
+        assert patcher.loaded_size() < patcher.model_size()
+        yield run_as_it_is(patcher)
+        patcher.detach()
+        assert patcher.loaded_size() == 0
+
+
+def rebuilt(patcher: Any) -> Any:
+    """The model built again as ComfyUI does it for one that was dropped."""
+    build, arguments = patcher.cached_patcher_init
+    return build(*arguments, disable_dynamic=True)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every byte."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management
-import folder_paths
 import pytest
 import torch
-from in_process import FORMATS, denoise, flux_inputs, relative
+from in_process import FORMATS, denoise, partly_loaded, rebuilt, relative, same_bytes, with_lora
 from quant_loader import kernels
 from quant_loader.checkpoint import check
 from quant_loader.demo import quantize
@@ -21,24 +20,9 @@ from quant_loader.patching.load import load_diffusion_model
 from quant_loader.patching.patcher import packed_modules
 from quant_loader.patching.saving import save_diffusion_model
 
-CPU = torch.device("cpu")
 CARRIED = ("fp8", "mxfp8", "nvfp4", "quanto_int8")
 # Relative output error on Gaussian data (docs/kernels.md). Quanto: its rounding of the weight, and that of W8A8.
 CARRIED_ERROR = {"fp8": 0.033, "mxfp8": 0.033, "nvfp4": 0.101, "quanto_int8": (0.0095**2 + 0.016**2) ** 0.5}
-
-
-@pytest.fixture
-def stock_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Path]:
-    """ComfyUI's ModelSave node, writing into a folder of the test."""
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
-    from comfy_extras.nodes_model_merging import ModelSave
-
-    def save(patcher: Any) -> Path:
-        ModelSave().save(patcher, "saved/model")
-        (path,) = (tmp_path / "output" / "saved").iterdir()
-        return path
-
-    return save
 
 
 @pytest.mark.parametrize("pack_inputs", [False, True], ids=["blocks", "inputs"])
@@ -102,21 +86,14 @@ def test_nothing_else_is_replaced(
 @pytest.mark.parametrize("quantizer", CARRIED)
 def test_partial_loads_unloading_and_a_rebuild_give_the_same_bits(quantizer: str, load: Callable[..., Any]) -> None:
     patcher = load(quantizer, execution="int8")
-    fresh, inputs = denoise(patcher), flux_inputs()
+    fresh = denoise(patcher)
     patcher.detach()
-    for budget in (patcher.model_size() // 2, 1):
-        patcher.load(CPU, lowvram_model_memory=budget)
-        patcher.inject_model()
-        with torch.no_grad():
-            out = patcher.model.apply_model(inputs.x, inputs.sigma, c_crossattn=inputs.context, y=inputs.vector)
-        assert torch.equal(out, fresh), budget
-        patcher.detach()
+    assert all(torch.equal(out, fresh) for out in partly_loaded(patcher))
     comfy.model_management.unload_all_models()
     assert torch.equal(denoise(patcher), fresh)
-    build, arguments = patcher.cached_patcher_init
-    rebuilt = build(*arguments, disable_dynamic=True)
-    assert rebuilt.model_size() == patcher.model_size()
-    assert torch.equal(denoise(rebuilt), fresh)
+    again = rebuilt(patcher)
+    assert again.model_size() == patcher.model_size()
+    assert torch.equal(denoise(again), fresh)
 
 
 @pytest.mark.parametrize("quantizer", [q for q in CARRIED if q != "quanto_int8"])
@@ -136,9 +113,7 @@ def test_a_save_writes_the_file_again(
         saved = quantize.load(path)[0]
         for spec in check(str(files(quantizer))).layers:
             for name in (*spec.tensors.values(), f"{spec.name}.comfy_quant"):
-                again = saved[f"model.diffusion_model.{name}"]
-                assert (again.dtype, again.shape) == (source[name].dtype, source[name].shape)
-                assert torch.equal(again.reshape(-1).view(torch.uint8), source[name].reshape(-1).view(torch.uint8))
+                assert same_bytes(saved[f"model.diffusion_model.{name}"], source[name]), name
         assert torch.equal(denoise(load_diffusion_model([path], execution="int8")[0]), fresh)
 
 
@@ -169,32 +144,18 @@ def test_a_save_after_the_file_changed_says_so(
         stock_save(patcher)
 
 
-def lora_on(patcher: Any) -> Any:
-    from comfy.weight_adapter import LoRAAdapter
-
-    generator = torch.Generator().manual_seed(2)
-    patches = {}
-    for key, module in packed_modules(patcher.model).items():
-        N, K = module.weight.shape
-        up, down = torch.randn(N, 4, generator=generator) * 0.05, torch.randn(4, K, generator=generator) / K**0.5
-        patches[key] = LoRAAdapter(set(), (up, down, 4.0, None, None, None))
-    patched = patcher.clone()
-    patched.add_patches(patches, 0.7)
-    return patched
-
-
 @pytest.mark.parametrize("quantizer", CARRIED)
 def test_loras_stay_beside_the_rows(quantizer: str, load: Callable[..., Any], tmp_path: Path) -> None:
     patcher = load(quantizer, execution="int8")
     plain, codes = denoise(patcher), {k: m.weight._qdata.clone() for k, m in packed_modules(patcher.model).items()}
-    patched = lora_on(patcher)
-    with_lora = denoise(patched)
-    assert relative(with_lora, plain) > 0.01
+    patched = with_lora(patcher)
+    wanted = denoise(patched)
+    assert relative(wanted, plain) > 0.01
     assert all(torch.equal(m.weight._qdata, codes[k]) for k, m in packed_modules(patcher.model).items())
     notes = save_diffusion_model(patched, tmp_path / "merged.safetensors", "merge")
     assert len(notes) == len(codes)
     merged = denoise(load_diffusion_model([tmp_path / "merged.safetensors"])[0])
-    assert relative(merged, with_lora) < 0.2 * relative(with_lora, plain)
+    assert relative(merged, wanted) < 0.2 * relative(wanted, plain)
     assert torch.equal(denoise(patcher), plain)
 
 
