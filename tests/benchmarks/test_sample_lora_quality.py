@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import math
 import statistics
@@ -172,6 +173,17 @@ def test_the_table_of_linears_says_what_was_measured() -> None:
     assert len(names) == 2 + 2 + 4 + 1
     if not kernels.device_facts("cpu").vnni:
         assert all("VPDPBUSD" in goal.explanation for goal in result.goals[:-1] if not goal.met)
+
+
+def test_a_slow_stock_product_is_timed_on_some_rows_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SLOW", 0.0)
+    with torch.inference_mode():
+        rows = list(cpu.measure(256, 256, 256, cpu.Stopwatch(itertools.count(0.0, 0.001).__next__, 1)))
+    row = next(row for row in rows if row.format == "int8 row")
+    # By this clock every call takes a millisecond: four times that of 64 rows, a quarter of 256.
+    assert row.stock_milliseconds == pytest.approx(4.0)
+    assert cpu.stock_cell(row) == "4.00 (64 rows x 4)"
+    assert 0.0 < (row.stock_error or 0.0) < cpu.STOCK_WRONG_ELSE
 
 
 def test_functions_are_timed_in_turn_and_slow_ones_less_often() -> None:
