@@ -437,6 +437,23 @@ _ROWS: tuple[Rule, ...] = (
         "Layer {layer} has an empty weight {found}; expected at least one row and one column.",
         REEXPORT,
     ),
+    Rule(
+        "extra.bias.shape",
+        "error",
+        "biases that do not fit their weights",
+        "Layer {layer}: its bias is {found}; a weight of {weight} needs a bias of {expected}{look}.",
+        "The weight and the bias are not of one layer: the weight was transposed, cut or padded by a conversion, or "
+        "parts of two models were mixed. " + REEXPORT,
+        "A weight whose scales do not depend on its shape (FP8, INT8 with one scale) is sound by itself when it is "
+        "stored transposed or cut short; its bias tells.",
+    ),
+    Rule(
+        "extra.bias.dtype",
+        "error",
+        "biases that are no floats",
+        "Layer {layer}: its bias is stored as {found}; expected {expected}.",
+        "A bias is never quantised to integers in these formats, and no scale says what these would mean. " + REEXPORT,
+    ),
     # -- values ------------------------------------------------------------------------------------------------------
     Rule(
         "extra.scale.nonfinite",
@@ -799,7 +816,7 @@ _ROWS: tuple[Rule, ...] = (
         "quanto.map_missing",
         "error",
         "no Quanto map",
-        "The file says it is quantised with Quanto but has no quantization_map_base64.",
+        "The file says it is quantised with Quanto but has no quantization_map_base64 (its metadata: {found}).",
         REEXPORT,
     ),
     Rule(

@@ -4,11 +4,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .dtypes import WIDE_FLOATS
+from .dtypes import FLOATS, WIDE_FLOATS
 from .findings import Findings
 from .header import TensorInfo
 from .words import dims, show
@@ -218,6 +218,30 @@ def coerced_int(value: Any) -> int | None:
 def is_power_of_four(value: int) -> bool:
     """Sizes for which the rotation exists: 4, 16, 64, 256, ..."""
     return value >= 4 and value & (value - 1) == 0 and value.bit_length() % 2 == 1
+
+
+def check_bias(bias: TensorInfo | None, shape: tuple[int, int], row_multiple: int, fault: Callable[..., None]) -> None:
+    """Record what is wrong with the bias of a weight ``(N, K)``: one float for each of its N rows.
+
+    It is the one witness of how many rows a weight should have: one that was stored transposed, or cut short, is as
+    sound as any other when its scales do not depend on its shape.
+    """
+    if bias is None:
+        return
+    n, k = shape
+    if bias.dtype not in FLOATS or bias.dtype == "F8_E8M0":  # which holds scales: powers of two without a sign
+        fault("extra.bias.dtype", tensor=bias.name, expected="floating point numbers", found=bias.dtype)
+    elif len(bias.shape) != 1 or padded(bias.shape[0], row_multiple) != padded(n, row_multiple):
+        turned = k != n and bias.shape == (k,)
+        fault(
+            "extra.bias.shape",
+            tensor=bias.name,
+            expected=dims((n,)),
+            found=dims(bias.shape),
+            weight=dims(shape),
+            look=", as if the weight were stored transposed" if turned else "",
+            variant="transposed" if turned else "",
+        )
 
 
 def look(shape: tuple[int, ...]) -> str:

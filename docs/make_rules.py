@@ -24,7 +24,7 @@ SECTIONS = (
             "layer.",
         ),
     ),
-    ("", ("extra.layer.", "map.", "extra.shape.", "extra.scale.")),
+    ("", ("extra.layer.", "map.", "extra.shape.", "extra.bias.", "extra.scale.")),
     ("INT8 (int8_tensorwise)", ("int8.", "extra.int8.")),
     ("W4A4 (convrot_w4a4)", ("w4a4.", "crash.w4a4.", "extra.w4a4.")),
     ("W4A8 (asym_w4a8_int8)", ("w4a8.", "crash.w4a8.", "extra.w4a8.")),

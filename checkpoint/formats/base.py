@@ -14,7 +14,8 @@ class Format:
 
     ``required`` and ``optional`` are canonical tensor suffixes; a missing required one is a fault before ``check``
     runs. ``reference`` tells whether the reference inspector checks this format (its rule ids carry no ``extra.``
-    then). ``check`` returns what it understood, or None after recording at least one error.
+    then). ``check`` returns what it understood, or None after recording at least one error. ``row_multiple``: writers
+    pad the rows of the weight to this multiple, so that the bias may be shorter by less than it.
     """
 
     name: str
@@ -22,3 +23,4 @@ class Format:
     optional: tuple[str, ...]
     check: Callable[[Layer], Understood | None]
     reference: bool = True
+    row_multiple: int = 1

@@ -80,4 +80,4 @@ def is_padded_layout(weight: TensorInfo, scale: TensorInfo | None) -> bool:
     )
 
 
-FORMAT = Format("mxfp8", ("weight", "weight_scale"), ("bias",), check, reference=False)
+FORMAT = Format("mxfp8", ("weight", "weight_scale"), ("bias",), check, reference=False, row_multiple=32)

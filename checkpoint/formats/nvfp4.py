@@ -115,5 +115,9 @@ def _block_scales(layer: Layer, n: int, k: int, scale: TensorInfo, weight: Tenso
 
 
 FORMAT = Format(
-    "nvfp4", ("weight", "weight_scale", "weight_scale_2"), ("pre_quant_scale", "input_scale", "bias"), check
+    "nvfp4",
+    ("weight", "weight_scale", "weight_scale_2"),
+    ("pre_quant_scale", "input_scale", "bias"),
+    check,
+    row_multiple=16,
 )

@@ -14,9 +14,9 @@ from typing import Any
 from ..declarations import has_big_integer, too_deep
 from ..findings import Findings
 from ..header import TensorInfo
-from ..layer import Read, look, typed
+from ..layer import Read, check_bias, look, typed
 from ..report import LayerSpec
-from ..words import clean, dims, show
+from ..words import clean, dims, listing, show
 
 NAME = "quanto_int8"
 _DATA = ".weight._data"
@@ -77,7 +77,9 @@ def check(
 def _read_map(metadata: Mapping[str, str], findings: Findings) -> dict[str, dict[str, Any]] | None:
     text = metadata.get("quantization_map_base64")
     if text is None:
-        findings.add("quanto.map_missing")
+        findings.add(
+            "quanto.map_missing", expected="quantization_map_base64 in the metadata", found=listing(sorted(metadata))
+        )
         return None
     try:
         raw = base64.b64decode(text.encode("ascii"), validate=True).decode("utf-8")
@@ -127,7 +129,12 @@ def _layer(
             found=", ".join(s[1:] for s in missing),
         )
     if f"{prefix}.weight" in tensors:
-        fault("quanto.dense_and_packed", tensor=f"{prefix}.weight")
+        fault(
+            "quanto.dense_and_packed",
+            tensor=f"{prefix}.weight",
+            expected="weight._data alone",
+            found="weight and weight._data",
+        )
     data, scale = tensors.get(prefix + _DATA), tensors.get(prefix + _SCALE)
     if data is not None and (data.dtype != "I8" or len(data.shape) != 2):
         fault(
@@ -145,6 +152,8 @@ def _layer(
         fault("quanto.scale", tensor=scale.name, expected=dims((data.shape[0], 1)), found=typed(scale))
     elif data is not None and scale is not None:
         reads.append(Read(prefix, scale, "weight._scale", reach=127.0))
+    if data is not None:
+        check_bias(tensors.get(f"{prefix}.bias"), (data.shape[0], data.shape[1]), 1, fault)
     for suffix in (".input_scale", ".output_scale"):
         aux = tensors.get(prefix + suffix)
         if aux is None:

@@ -253,6 +253,14 @@ EXAMPLES = {
         lambda t: ({**t.layers.int8("a"), **t.layers.int8("model.b")}, {"a": I8["a"], "model.b": I8["a"]}, {}),
     ),
     "extra.shape.empty": (lambda t: (t.layers.int8(k=0), I8, {}), lambda t: (t.layers.int8(k=1), I8, {})),
+    "extra.bias.shape": (
+        lambda t: (t.layers.fp8(bias=("BF16", [15])), FP8, {}),
+        lambda t: (t.layers.fp8(bias=("BF16", [16])), FP8, {}),
+    ),
+    "extra.bias.dtype": (
+        lambda t: (t.layers.int8(bias=("I8", [8])), I8, {}),
+        lambda t: (t.layers.int8(bias=("F8_E4M3", [8])), I8, {}),
+    ),
     "extra.scale.nonfinite": (
         lambda t: (t.layers.int8(weight_scale=("F32", [], t.number("F32", float("inf")))), I8, {}),
         lambda t: (t.layers.int8(weight_scale=("F32", [], t.number("F32", 3e38))), I8, {}),
@@ -604,3 +612,41 @@ def test_quanto_map_is_strict_base64(tools, tmp_path):
     metadata = {"quantization_format": "quanto", "quantization_map_base64": url_safe}
     path = tools.write(tmp_path / "m.safetensors", tools.layers.quanto(), metadata=metadata)
     assert {fault.rule for fault in check(path).errors} == {"quanto.map_base64"}
+
+
+@pytest.mark.parametrize(
+    ("made", "declared", "stored"),
+    [("int8", I8, 8), ("w4a4", A4, 8), ("w4a8", A8, 8), ("fp8", FP8, 16), ("nvfp4", FP4, 128), ("mxfp8", MX, 128)],
+)
+def test_a_bias_has_one_number_a_row_in_every_format(tools, tmp_path, made, declared, stored):
+    """A block format may have been padded in rows, by less than its multiple; no other has."""
+    padding = {"nvfp4": 16, "mxfp8": 32}.get(made, 1)
+    for length, sound in ((stored, True), (stored + 1, False), (stored - padding + 1, True), (stored - padding, False)):
+        path = tools.write(
+            tmp_path / f"{length}.safetensors", getattr(tools.layers, made)(bias=("F32", [length])), None, declared
+        )
+        report = check(path)
+        assert [fault.rule for fault in report.faults if fault.severity == "error"] == (
+            [] if sound else ["extra.bias.shape"]
+        ), (length, report.faults)
+
+
+def test_a_bias_tells_that_a_weight_is_transposed(tools, tmp_path):
+    (fault,) = check(tools.write(tmp_path / "m.safetensors", tools.layers.fp8(bias=("BF16", [32])), None, FP8)).faults
+    assert (fault.layer, fault.tensor, fault.expected, fault.found) == ("a", "a.bias", "(16,)", "(32,)")
+    assert fault.message == (
+        "Layer a: its bias is (32,); a weight of (16, 32) needs a bias of (16,), "
+        "as if the weight were stored transposed."
+    )
+
+
+def test_a_quanto_bias_has_one_number_a_row(tools, tmp_path):
+    tensors, _, metadata = quanto(tools, bias=("BF16", [16]))
+    (fault,) = check(tools.write(tmp_path / "m.safetensors", tensors, metadata)).faults
+    assert fault.rule == "extra.bias.shape"
+    assert "transposed" in fault.message
+
+
+def test_a_bias_of_a_plain_layer_is_the_models_business(tools, tmp_path):
+    tensors = {**tools.layers.int8(), "b.weight": ("BF16", [4, 4]), "b.bias": ("BF16", [3])}
+    assert check(tools.write(tmp_path / "m.safetensors", tensors, None, I8)).verdict == "ok"
