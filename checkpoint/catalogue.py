@@ -124,8 +124,8 @@ _ROWS: tuple[Rule, ...] = (
         "extra.shards.missing",
         "error",
         "missing shards",
-        "The model is split into several files, and {found} is missing.",
-        "Download the missing file into the same folder.",
+        "The model is split into several files, and not all are there. Missing: {found}.",
+        "Download what is missing into the same folder.",
     ),
     Rule(
         "extra.shards.duplicate_file",

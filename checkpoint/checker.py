@@ -13,7 +13,7 @@ from .files import Checkpoint, as_paths, load
 from .findings import Findings
 from .formats import FORMATS, Format, mxfp8, quanto
 from .header import TensorInfo
-from .layer import SCALE_SUFFIXES, Layer, Understood, check_bias, typed
+from .layer import DENSE_SUFFIXES, SCALE_SUFFIXES, Layer, Understood, check_bias, typed
 from .report import LayerSpec, Report, Rules
 from .summary import summarise
 from .values import Reads, check_values
@@ -24,8 +24,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 MARKED_DTYPES = frozenset({"F8_E4M3", "I8", "U8"})
 """A ``*.weight`` of these types means nothing without a declaration."""
-_PART_SUFFIXES = frozenset({"weight", "bias", *SCALE_SUFFIXES})
-_DENSE = frozenset({"weight", "bias"})
+_PART_SUFFIXES = frozenset({*DENSE_SUFFIXES, *SCALE_SUFFIXES})
 _EMBEDDINGS = ("embed_tokens", "token_embedding", "token_embd", "word_embeddings", "wte", "shared")
 """Module names that are embedding tables in the text encoders in use: rows are looked up, not multiplied."""
 _UNUSED_IS_HARMLESS = frozenset({"input_scale", "scale_input"})
@@ -420,10 +419,10 @@ class _Check:
         broken = declared.broken if declared else set()
         nothing: Set[str] = frozenset()
         for prefix, parts in self.parts.items():
-            if parts.keys() <= _DENSE or parts.keys() <= used.get(prefix, nothing):
+            if parts.keys() <= DENSE_SUFFIXES or parts.keys() <= used.get(prefix, nothing):
                 continue
             orphans = parts.keys() - used.get(prefix, nothing)
-            orphans -= _DENSE
+            orphans -= DENSE_SUFFIXES
             if orphans and prefix not in broken:
                 orphans = {suffix for suffix in orphans if parts[suffix].name not in names}
                 declaration = declared.layers.get(prefix) if declared else None

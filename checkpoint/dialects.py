@@ -11,6 +11,7 @@ from .dtypes import count
 from .files import Checkpoint
 from .findings import Findings
 from .header import TensorInfo
+from .layer import DENSE_SUFFIXES
 from .words import clean
 
 MODEL_PREFIXES = (
@@ -153,11 +154,11 @@ def plain_storage(parts: Mapping[str, Mapping[str, TensorInfo]], bare: list[str]
     ):
         return []
     if any(parts[name]["weight"].dtype not in FP8_DTYPES for name in bare) or any(
-        set(own) - {"weight"} for own in parts.values()
+        own.keys() - DENSE_SUFFIXES for own in parts.values()
     ):
         return []
     return bare
 
 
 def _lone_f8(parts: Mapping[str, TensorInfo]) -> bool:
-    return set(parts) == {"weight"} and parts["weight"].dtype in FP8_DTYPES
+    return parts.keys() <= DENSE_SUFFIXES and parts["weight"].dtype in FP8_DTYPES

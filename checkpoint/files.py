@@ -92,7 +92,10 @@ def shard_paths(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> list[str]:
-    """Add the shards that a shard's name promises; name those that are not there."""
+    """Add the shards that a shard's name promises; name those that are not there.
+
+    A set of which nothing is there is no set: the given names stay, and reading them says that there is no such file.
+    """
     complete = list(paths)
     done: set[tuple[str, str, str]] = set()
     for path in paths:
@@ -106,22 +109,27 @@ def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> lis
             continue
         done.add(key)
         if not 1 <= int(match["number"]) <= total or total > MAX_SHARDS:
-            findings.add(
-                "extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)"
-            )
+            if os.path.exists(path):
+                findings.add(
+                    "extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)"
+                )
             continue
-        missing: list[str] = []
-        for number in range(1, total + 1):
-            sibling = os.path.join(folder, f"{match['stem']}-{number:05d}-of-{match['total']}{match['ext']}")
-            if os.path.normcase(os.path.abspath(sibling)) in known:
-                continue
-            if os.path.exists(sibling):
-                complete.append(sibling)
-            else:
-                missing.append(os.path.basename(sibling))
-        if missing:
+        names = [f"{match['stem']}-{number:05d}-of-{match['total']}{match['ext']}" for number in range(1, total + 1)]
+        there = [name for name in names if os.path.exists(os.path.join(folder, name))]
+        if not there:
+            continue
+        if len(there) < total:
+            missing = sorted(set(names).difference(there))
             findings.add("extra.shards.missing", found=listing(missing), expected=f"{total} files")
+            complete = [path for path in complete if os.path.split(path) not in {(folder, name) for name in missing}]
+        complete.extend(_others(folder, there, known))
     return complete
+
+
+def _others(folder: str, names: list[str], known: set[str]) -> list[str]:
+    """The paths of these files that were not given."""
+    paths = [os.path.join(folder, name) for name in names]
+    return [path for path in paths if os.path.normcase(os.path.abspath(path)) not in known]
 
 
 def _read_index(path: str, findings: Findings) -> Index | None:

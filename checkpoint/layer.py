@@ -16,6 +16,9 @@ from .words import dims, show
 NESTED_KEYS = ("convrot", "convrot_groupsize", "group_size", "linear_dtype")
 """Settings that ComfyUI also looks for in a nested ``params`` object."""
 
+DENSE_SUFFIXES = frozenset({"weight", "bias"})
+"""What a layer has whether it is quantised or not."""
+
 SCALE_SUFFIXES = (
     "weight_scale",
     "weight_scale_2",
@@ -221,7 +224,8 @@ def is_power_of_four(value: int) -> bool:
 
 
 def check_bias(bias: TensorInfo | None, shape: tuple[int, int], row_multiple: int, fault: Callable[..., None]) -> None:
-    """Record what is wrong with the bias of a weight ``(N, K)``: one float for each of its N rows.
+    """Record what is wrong with the bias of a weight ``(N, K)``: one float for each of its N rows, but for those that
+    pad N to ``row_multiple``.
 
     It is the one witness of how many rows a weight should have: one that was stored transposed, or cut short, is as
     sound as any other when its scales do not depend on its shape.
@@ -231,15 +235,15 @@ def check_bias(bias: TensorInfo | None, shape: tuple[int, int], row_multiple: in
     n, k = shape
     if bias.dtype not in FLOATS or bias.dtype == "F8_E8M0":  # which holds scales: powers of two without a sign
         fault("extra.bias.dtype", tensor=bias.name, expected="floating point numbers", found=bias.dtype)
-    elif len(bias.shape) != 1 or padded(bias.shape[0], row_multiple) != padded(n, row_multiple):
-        turned = k != n and bias.shape == (k,)
+    elif bias.shape != (n,) and (len(bias.shape) != 1 or padded(bias.shape[0], row_multiple) != n):
+        turned = bias.shape == (k,)
         fault(
             "extra.bias.shape",
             tensor=bias.name,
             expected=dims((n,)),
             found=dims(bias.shape),
             weight=dims(shape),
-            look=", as if the weight were stored transposed" if turned else "",
+            look=": the weight may be stored transposed" if turned else "",
             variant="transposed" if turned else "",
         )
 

@@ -152,7 +152,7 @@ def lossy(kit, shards):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (missing_shard, f"{SHARDS[1]} is missing"),
+        (missing_shard, f"Missing: {SHARDS[1]}"),
         (wrong_place, f"places tensor a.weight in {SHARDS[1]}, but it is in {SHARDS[0]}"),
         (lost_tensor, "places tensor c.weight"),
         (two_contents, "Tensor norm.weight is in"),

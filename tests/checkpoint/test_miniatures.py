@@ -375,6 +375,7 @@ def test_row_scaled_fp8_without_a_declaration(answers, tools):
 
 def test_plain_fp8_storage(answers):
     tensors = {"a.weight": ("F8_E4M3", [8, 8]), "b.weight": ("F8_E4M3", [8]), "n.weight": ("BF16", [8])}
+    tensors |= {"a.bias": ("BF16", [8]), "n.bias": ("BF16", [8])}
     strict, compatible = answers(tensors)
     assert rules(strict) == {"marker.missing"}
     assert compatible.verdict == "unquantized"
@@ -407,6 +408,7 @@ def test_unscaled_weights_of_a_legacy_file_are_plain_storage(answers, tools):
     tensors = {
         **tools.layers.fp8("a", weight_scale=None, scale_weight=("F32", [])),
         "embed.weight": ("F8_E4M3", [8, 8]),
+        "embed.bias": ("F8_E4M3", [8]),
         "scaled_fp8": ("F8_E4M3", [0]),
     }
     _, compatible = answers(tensors)

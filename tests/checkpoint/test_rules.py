@@ -635,8 +635,7 @@ def test_a_bias_tells_that_a_weight_is_transposed(tools, tmp_path):
     (fault,) = check(tools.write(tmp_path / "m.safetensors", tools.layers.fp8(bias=("BF16", [32])), None, FP8)).faults
     assert (fault.layer, fault.tensor, fault.expected, fault.found) == ("a", "a.bias", "(16,)", "(32,)")
     assert fault.message == (
-        "Layer a: its bias is (32,); a weight of (16, 32) needs a bias of (16,), "
-        "as if the weight were stored transposed."
+        "Layer a: its bias is (32,); a weight of (16, 32) needs a bias of (16,): the weight may be stored transposed."
     )
 
 
@@ -645,6 +644,15 @@ def test_a_quanto_bias_has_one_number_a_row(tools, tmp_path):
     (fault,) = check(tools.write(tmp_path / "m.safetensors", tensors, metadata)).faults
     assert fault.rule == "extra.bias.shape"
     assert "transposed" in fault.message
+
+
+@pytest.mark.parametrize(("made", "declared", "n"), [("nvfp4", FP4, 120), ("mxfp8", MX, 112)])
+def test_rows_that_are_not_padded_have_a_bias_each(tools, tmp_path, made, declared, n):
+    """A bias that is longer than the weight tells that rows are lost, however small the difference."""
+    for length, sound in ((n, True), (128, False), (n - 1, False)):
+        tensors = getattr(tools.layers, made)(n=n, bias=("F32", [length]))
+        report = check(tools.write(tmp_path / f"{length}.safetensors", tensors, None, declared), rules="compatible")
+        assert [fault.rule for fault in report.errors] == ([] if sound else ["extra.bias.shape"]), length
 
 
 def test_a_bias_of_a_plain_layer_is_the_models_business(tools, tmp_path):

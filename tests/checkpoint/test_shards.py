@@ -57,6 +57,21 @@ def test_a_missing_shard_is_named(pair):
     assert "m-00002-of-00002.safetensors" in report.errors[0].message
 
 
+def test_the_shard_that_was_given_may_be_the_missing_one(pair):
+    first, second = pair
+    os.remove(second)
+    report = check(second)
+    missing = [fault for fault in report.errors if fault.rule.startswith(("extra.shards", "extra.file"))]
+    assert [fault.rule for fault in missing] == ["extra.shards.missing"]
+    assert missing[0].found == "m-00002-of-00002.safetensors"
+    assert report.files == (first,)
+
+
+def test_a_shard_of_a_set_that_is_not_there_is_a_missing_file(tmp_path):
+    for name in ("m-00002-of-00003.safetensors", "m-00009-of-00003.safetensors", "m-00001-of-99999.safetensors"):
+        assert [fault.rule for fault in check(tmp_path / name).faults] == ["extra.file.not_found"]
+
+
 def test_a_missing_shard_of_an_index_is_named(pair, tmp_path):
     index = write_index(
         tmp_path, {"a.weight": "m-00001-of-00002.safetensors", "a.weight_scale": "elsewhere.safetensors"}
