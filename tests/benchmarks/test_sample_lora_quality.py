@@ -103,8 +103,9 @@ def test_the_goals_of_sampling_name_the_worst_format() -> None:
 def test_a_random_lora_has_the_size_it_is_meant_to_have(rank: int) -> None:
     size = Size(512, 1, 1, 64, 16)
     made = lora.kohya_lora(size, rank, seed=1)
-    for name, change in lora.changes([made], size, 1.0):
-        N, K = change.shape
+    identities = {name: torch.eye(K) for name, (_, K), _ in in_process.quantised_linears(size)}
+    for name, change in lora.effects([made], identities, 1.0):
+        K, N = change.shape
         # A weight of variance 1 / K has the norm sqrt(N); of rank 4, the norms of A and B vary by a tenth each.
         assert float(change.norm()) / N**0.5 == pytest.approx(lora.EFFECT, rel=0.2), (name, K)
 
