@@ -12,9 +12,9 @@ from torch import Tensor
 from ..routes import Execution, Route
 from ..spec import Spec
 from . import quantize
+from .codes import float8_to_float
 from .products import Carried, FloatRows
 from .rotation import preferred_group, rotate
-from .scales import float8_to_float
 
 Tensors = Mapping[str, Tensor]
 
@@ -132,6 +132,10 @@ def pad_inputs(x: Tensor, columns: int) -> Tensor:
 
 
 def scaled_rows(codes: Tensor, scale: Tensor) -> FloatRows:
-    """Row access to ``codes * scale``: codes [N, K] of any dtype, scale float32 [] or [N, 1]."""
-    to_float = float8_to_float if codes.is_floating_point() else lambda part: part.to(torch.float32)
-    return lambda start, stop: to_float(codes[start:stop]).mul_(scale[start:stop] if scale.dim() else scale)
+    """Row access to ``codes * scale``: codes [N, K], float8 or int8, scale float32 [] or [N, 1]."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        part, factor = codes[start:stop], scale[start:stop] if scale.dim() else scale
+        return float8_to_float(part, factor) if part.is_floating_point() else part.to(torch.float32).mul_(factor)
+
+    return rows

@@ -24,10 +24,11 @@ from ..routes import Execution, Route, all_of, always_slow, carried_routes, inpu
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, scaled_rows
+from .codes import as_float8, float8_to_float
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, Decoder, Transcoder, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import as_float8, float8_to_float, optional, required, row_scale, scalar
+from .scales import optional, required, row_scale, scalar
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -35,10 +35,11 @@ from ..routes import kitchen as kitchen_has
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, pad_inputs
+from .codes import as_float8, e8m0_to_float, float8_to_float
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import as_float8, check_tiled, e8m0_to_float, float8_to_float, required, tiles_of, untile
+from .scales import check_tiled, required, tiles_of, untile
 
 BLOCK = quantize.MXFP8_BLOCK
 
@@ -79,13 +80,9 @@ class Mxfp8Weight(NamedTuple):
     def decoded(self) -> FloatRows:
         """Row access to the dense weight."""
         columns = self.K // BLOCK
-
-        def rows(start: int, stop: int) -> Tensor:
-            scale = e8m0_to_float(untile(self.tiles, start, stop, columns))
-            blocks = float8_to_float(self.codes[start:stop]).reshape(stop - start, columns, BLOCK)
-            return blocks.mul_(scale[..., None]).reshape(stop - start, self.K)
-
-        return rows
+        return lambda start, stop: float8_to_float(
+            self.codes[start:stop], e8m0_to_float(untile(self.tiles, start, stop, columns))
+        )
 
 
 def canonical(qweight: Tensor, block_scale: Tensor, out_features: int | None = None) -> Mxfp8Weight:

@@ -37,10 +37,11 @@ from ..routes import kitchen as kitchen_has
 from ..spec import Spec
 from . import quantize
 from .base import Decoded, Format, Tensors, pad_inputs
+from .codes import e2m1_to_float, e4m3_to_float
 from .int8 import CARRIED_ROUTES, EXACT
 from .int8_rows import CARRIED_BODIES, Decoder, carried, dense_rows
 from .products import Carried, FloatRows, dense_linear, flatten, product_dtype, values_linear
-from .scales import check_tiled, e2m1_values, e4m3_to_float, optional, required, scalar, tiles_of, untile
+from .scales import check_tiled, optional, required, scalar, tiles_of, untile
 
 BLOCK = quantize.NVFP4_BLOCK
 
@@ -89,9 +90,7 @@ class Nvfp4Weight(NamedTuple):
 
         def rows(start: int, stop: int) -> Tensor:
             scale = e4m3_to_float(untile(self.tiles, start, stop, columns))
-            scale = scale if unscaled else scale * self.factor
-            values = e2m1_values(self.packed[start:stop])
-            return values.reshape(stop - start, columns, BLOCK).mul_(scale[..., None]).reshape(stop - start, self.K)
+            return e2m1_to_float(self.packed[start:stop], scale if unscaled else scale * self.factor)
 
         return rows
 

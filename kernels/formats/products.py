@@ -35,13 +35,15 @@ class Carried(NamedTuple):
     group: int
 
 
-#: Temporary memory a loop over weight rows aims for: on a CPU what the caches hold (measured: 1.2 to 1.7 times as fast
-#: as large parts, which the allocator also hands back to the system each time).
+#: Temporary memory a loop over weight rows aims for. On a CPU what the caches hold: larger parts leave them, and the
+#: allocator hands parts beyond 32 MiB back to the system each time.
 WORKSPACE_BYTES = 64 << 20
 CPU_WORKSPACE_BYTES = 8 << 20
+#: The same for a weight decoded to float32 on a CPU: smaller parts slow the product of many tokens (measured).
+CPU_FLOAT_BYTES = 16 << 20
 #: Most weight rows decoded at a time.
 MAX_ROWS = 4096
-#: Activation rows a product handles at a time on the CPU: larger int32 / float32 temporaries leave the caches
+#: Most activation rows a product handles at a time on the CPU: larger int32 / float32 temporaries leave the caches
 #: (measured).
 CPU_TOKENS = 512
 #: Integer products of int8 codes summed in float32 stay exact up to here: 1024 * 128 * 128 = 2^24.
@@ -50,7 +52,15 @@ EXACT_K = 1024
 
 def row_chunks(N: int, bytes_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """(start, stop) pairs over N rows; every start is a multiple of 128."""
-    workspace = CPU_WORKSPACE_BYTES if device.type == "cpu" else WORKSPACE_BYTES
+    return _chunks(N, bytes_per_row, CPU_WORKSPACE_BYTES if device.type == "cpu" else WORKSPACE_BYTES)
+
+
+def float_chunks(N: int, K: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """:func:`row_chunks` for float32 parts of an [N, K] weight."""
+    return _chunks(N, 4 * K, CPU_FLOAT_BYTES if device.type == "cpu" else WORKSPACE_BYTES)
+
+
+def _chunks(N: int, bytes_per_row: int, workspace: int) -> Iterator[tuple[int, int]]:
     rows = max(128, min(MAX_ROWS, workspace // max(1, bytes_per_row)) // 128 * 128)
     for start in range(0, N, rows):
         yield start, min(N, start + rows)
@@ -63,7 +73,9 @@ def flatten(x: Tensor) -> Tensor:
 
 def _token_chunks(x: Tensor) -> Iterator[tuple[int, int]]:
     M = x.shape[0]
-    step = CPU_TOKENS if x.device.type == "cpu" else 1 << 16
+    most = CPU_TOKENS if x.device.type == "cpu" else 1 << 16
+    # Equal parts: a short last one would be multiplied at a lower rate.
+    step = -(-M // -(-M // most)) if M else 1
     for start in range(0, M, step):
         yield start, min(M, start + step)
 
@@ -121,16 +133,14 @@ def _int_mm(xq: Tensor, codes: Tensor) -> Tensor:
     return torch._int_mm(xq.contiguous(), codes.contiguous().t())[:M, :n]
 
 
-def _float_codes_mm(xq: Tensor, codes32: Tensor) -> Tensor:
-    """float32 ``[M, n]`` of int8 ``[M, K]`` and float32 codes ``[n, K]``.
+def _float_codes_mm(x32: Tensor, codes32: Tensor) -> Tensor:
+    """float32 ``[M, n]`` of codes ``[M, K]`` and ``[n, K]``, both as float32.
 
-    Every partial product over at most :data:`EXACT_K` inputs is an exact integer; their sum is rounded once a part.
+    Every partial product over at most :data:`EXACT_K` inputs is an exact integer; only their sum is rounded.
     """
-    K = xq.shape[1]
-    x32 = xq.to(torch.float32)
     total = x32[:, :EXACT_K] @ codes32[:, :EXACT_K].t()
-    for start in range(EXACT_K, K, EXACT_K):
-        total += x32[:, start : start + EXACT_K] @ codes32[:, start : start + EXACT_K].t()
+    for start in range(EXACT_K, x32.shape[1], EXACT_K):
+        total.addmm_(x32[:, start : start + EXACT_K], codes32[:, start : start + EXACT_K].t())
     return total
 
 
@@ -154,20 +164,28 @@ def int8_linear(x: Tensor, N: int, rows: CodeRows, group: int, bias: Tensor | No
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel():
         xq, xs = quantize_activation(x2, group, bits)
-        use_int_mm = has_int_mm(x.device) and K > 0 and not is_retired("int_mm", "torch")
-        for start, stop in row_chunks(N, K if use_int_mm else 4 * K, x.device):
-            codes, scale = rows(start, stop)
-            if use_int_mm:
-                try:
-                    _scale_out(y, xq, xs, codes, scale, bias, start, stop, _int_mm)
-                    continue
-                except KERNEL_ERRORS as error:
-                    if is_out_of_memory(error):
-                        raise
-                    retire("int_mm", "torch", error, "the same sums in float32")
-                    use_int_mm = False
-            _scale_out(y, xq, xs, codes.to(torch.float32), scale, bias, start, stop, _float_codes_mm)
+        if not (has_int_mm(x.device) and K and _by_int_mm(y, xq, xs, N, rows, bias)):
+            x32 = xq.to(torch.float32)
+            for start, stop in float_chunks(N, K, x.device):
+                codes, scale = rows(start, stop)
+                _scale_out(y, x32, xs, codes.to(torch.float32), scale, bias, start, stop, _float_codes_mm)
     return y.reshape(*x.shape[:-1], N)
+
+
+def _by_int_mm(y: Tensor, xq: Tensor, xs: Tensor, N: int, rows: CodeRows, bias: Tensor | None) -> bool:
+    """Fill ``y`` by ``torch._int_mm``; False where that failed, now or before."""
+    if is_retired("int_mm", "torch"):
+        return False
+    for start, stop in row_chunks(N, xq.shape[1], y.device):
+        codes, scale = rows(start, stop)
+        try:
+            _scale_out(y, xq, xs, codes, scale, bias, start, stop, _int_mm)
+        except KERNEL_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            retire("int_mm", "torch", error, "the same sums in float32")
+            return False
+    return True
 
 
 def _scale_out(
@@ -210,7 +228,7 @@ def values_linear(x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Tensor 
     M = xv.shape[0]
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     if y.numel():
-        for start, stop in row_chunks(N, 4 * xv.shape[1], x.device):
+        for start, stop in float_chunks(N, xv.shape[1], x.device):
             part = xv @ rows(start, stop).t()
             if scale is not None:
                 part *= scale[:, start:stop] if scale.shape[1] > 1 else scale
@@ -257,15 +275,20 @@ def dense_linear(x: Tensor, N: int, rows: FloatRows, group: int, bias: Tensor | 
     """
     dtype = product_dtype(x)
     x2 = (rotate(flatten(x), group) if group else flatten(x)).to(dtype)
-    chunks = list(row_chunks(N, 4 * x2.shape[1], x.device))
+    offset = None if bias is None else bias[:N].to(dtype)
+    chunks = list(float_chunks(N, x2.shape[1], x.device))
     if len(chunks) <= 1:
-        weight = rows(0, N).to(dtype)
-        y = torch.nn.functional.linear(x2, weight, None if bias is None else bias[:N].to(dtype))
+        y = torch.nn.functional.linear(x2, rows(0, N).to(dtype), offset).to(x.dtype)
     else:
-        y = torch.empty((x2.shape[0], N), dtype=dtype, device=x.device)
+        y = torch.empty((x2.shape[0], N), dtype=x.dtype, device=x.device)
         for start, stop in chunks:
             weight = rows(start, stop).to(dtype)
-            y[:, start:stop] = torch.nn.functional.linear(
-                x2, weight, None if bias is None else bias[start:stop].to(dtype)
-            )
-    return y.to(x.dtype).reshape(*x.shape[:-1], N)
+            target = y[:, start:stop]
+            if target.dtype is not dtype:
+                target.copy_(torch.nn.functional.linear(x2, weight, None if offset is None else offset[start:stop]))
+            elif offset is None:
+                torch.mm(x2, weight.t(), out=target)
+            else:
+                torch.addmm(offset[start:stop], x2, weight.t(), out=target)
+            del weight  # its memory is the next part's
+    return y.reshape(*x.shape[:-1], N)

@@ -10,9 +10,6 @@ E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
 MXFP8_BLOCK = 32
 
-#: The sixteen e2m1 values by code; bit 3 is the sign.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 def _row_absmax(x: Tensor) -> Tensor:
     # Without |x| in memory; NaN propagates.

@@ -1,6 +1,4 @@
-"""Tensors as files spell them, brought to one form: scale shapes, byte-stored floats, packed nibbles, tiled block
-scales.
-"""
+"""Tensors as files spell them, brought to one form: names, scale shapes, tiled block scales."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec
-from .quantize import E2M1_VALUES
 
 
 def required(spec: Spec, tensors: Mapping[str, Tensor], *names: str) -> Tensor:
@@ -56,88 +53,6 @@ def scalar(scale: Tensor) -> Tensor:
     if scale.numel() != 1:
         raise ValueError(f"expected a scale with one entry, found the shape {tuple(scale.shape)}")
     return scale.reshape(()).to(torch.float32)
-
-
-def as_float8(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """``tensor`` read as an 8-bit float ``dtype``: files also store these bytes as U8 or I8."""
-    return tensor.view(dtype) if tensor.dtype in (torch.uint8, torch.int8) else tensor
-
-
-def float8_to_float(codes: Tensor) -> Tensor:
-    """float32 values of float8_e4m3fn or float8_e5m2 codes.
-
-    On the CPU by way of float16's bits, a third of the time of torch's own conversion (measured): e5m2 is float16's
-    upper byte, and e4m3 shifted by 7 is a float16 that is 2^8 too small.
-    """
-    if codes.device.type != "cpu":
-        return codes.to(torch.float32)
-    bits = codes.view(torch.int8).to(torch.int16)
-    if codes.dtype is torch.float8_e5m2:
-        return (bits << 8).view(torch.float16).to(torch.float32)
-    # Weights hardly ever hold a NaN, and finding the two extreme bytes costs a tenth of masking every element.
-    not_a_number = (bits & 0x7F) == 0x7F if _may_hold_e4m3_nan(codes) else None
-    bits <<= 7
-    bits &= ~0x4000  # the second copy of the sign
-    if not_a_number is not None:
-        bits.masked_fill_(not_a_number, 0x7E00)
-    return bits.view(torch.float16).to(torch.float32).mul_(256.0)
-
-
-def _may_hold_e4m3_nan(codes: Tensor) -> bool:
-    """Whether a byte is 0x7F or 0xFF, e4m3's two NaNs: the largest signed and the largest unsigned byte."""
-    if not codes.numel():
-        return False
-    return int(codes.view(torch.int8).amax()) == 0x7F or int(codes.view(torch.uint8).amax()) == 0xFF
-
-
-def e4m3_to_float(tensor: Tensor) -> Tensor:
-    """float32 values of e4m3 bytes (float8_e4m3fn, or U8 holding them)."""
-    return float8_to_float(as_float8(tensor))
-
-
-def e8m0_to_float(tensor: Tensor) -> Tensor:
-    """``2^(e - 127)`` of E8M0 bytes (U8 or float8_e8m0fnu), float32; e = 0 decodes to 0, as comfy-kitchen does."""
-    exponent = tensor.view(torch.uint8).to(torch.int32)
-    # 2^(e-127) as a float32 has the exponent field e; e = 0 is then +0.0 and e = 255 (E8M0's NaN) is infinity, made NaN
-    # here.
-    value = (exponent << 23).view(torch.float32)
-    return torch.where(exponent == 255, torch.nan, value)
-
-
-def unpack_nibbles(packed: Tensor, *, high_first: bool) -> Tensor:
-    """uint8 codes 0..15 ``[rows, 2 * columns]`` of packed bytes ``[rows, columns]`` (U8 or I8).
-
-    ``high_first``: the even column is in the high nibble (NVFP4), else in the low one (W4A4, W4A8).
-    """
-    byte = packed.view(torch.uint8)
-    low, high = byte & 0x0F, byte >> 4
-    pair = (high, low) if high_first else (low, high)
-    return torch.stack(pair, dim=-1).reshape(byte.shape[0], 2 * byte.shape[1])
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """int8 codes -8..7 ``[rows, 2 * columns]`` of two's-complement nibbles, the low nibble being the even column."""
-    # Both codes side by side in an int16, little-endian: the shifts extend the signs, and no interleaving copy is
-    # needed.
-    wide = packed.view(torch.int8).to(torch.int16)
-    low = (wide << 12) >> 12
-    low &= 0xFF
-    wide >>= 4
-    wide <<= 8
-    low |= wide
-    return low.view(torch.int8).reshape(packed.shape[0], 2 * packed.shape[1])
-
-
-def e2m1_values(packed: Tensor) -> Tensor:
-    """float32 values ``[rows, 2 * columns]`` of packed e2m1 bytes ``[rows, columns]``, the even column in the high
-    nibble.
-    """
-    byte = torch.arange(256, device=packed.device)
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
-    # One lookup a byte: the pair of values is read as one 64-bit lane.
-    pairs = torch.stack((table[byte >> 4], table[byte & 0x0F]), dim=-1).view(torch.int64).reshape(256)
-    lanes = torch.index_select(pairs, 0, packed.view(torch.uint8).reshape(-1).to(torch.int32))
-    return lanes.view(torch.float32).reshape(packed.shape[0], 2 * packed.shape[1])
 
 
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:

@@ -26,9 +26,10 @@ from ..routes import Execution, Route, all_of, inputs_divisible
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
 from .base import Decoded, Format, Tensors, reference_int8
+from .codes import unpack_int4
 from .int8 import EXACT, TORCH_FLOAT_CODES, TORCH_INT8, TRITON_INT8, kitchen_shapes, triton_codes
 from .products import Carried, CodeRows, FloatRows, dense_linear, flatten, int8_linear
-from .scales import required, row_scale, unpack_int4
+from .scales import required, row_scale
 
 
 @operator(

@@ -28,9 +28,10 @@ from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
 from . import quantize
 from .base import Decoded, Format, Tensors, reference_int8
+from .codes import as_float8, e4m3_to_float, unpack_nibbles
 from .int8 import EXACT, TORCH_FLOAT_CODES, TORCH_INT8, TRITON_INT8, kitchen_shapes, triton_codes
 from .products import Carried, CodeRows, FloatRows, dense_linear, flatten, int8_linear
-from .scales import as_float8, e4m3_to_float, optional, required, row_scale, unpack_nibbles
+from .scales import optional, required, row_scale
 
 
 @operator(
@@ -56,17 +57,37 @@ def _w4a8_linear(
     return run(f"w4a8_linear ({execution})", backends, _EXACT if execution == "exact" else _BODIES, x, weight, bias)
 
 
-def decode_codes(qweight: Tensor, s_rel: Tensor, codebook: Tensor | None, group_size: int) -> Tensor:
-    """int8 ``q8`` [rows, K] of packed codes [rows, K / 2] and group scales [rows, K / group_size]."""
-    codes = unpack_nibbles(qweight, high_first=False)
-    if codebook is None:
-        values = codes.to(torch.float32) - 8.0
-    else:
-        values = torch.index_select(codebook.to(torch.float32), 0, codes.reshape(-1).to(torch.int32)).reshape(
-            codes.shape
-        )
-    grouped = values.reshape(codes.shape[0], -1, group_size).mul_(e4m3_to_float(s_rel)[..., None])
-    return grouped.round_().clamp_(-127.0, 127.0).to(torch.int8).reshape(codes.shape)
+def decode_codes(
+    qweight: Tensor, s_rel: Tensor, codebook: Tensor | None, group_size: int, table: Tensor | None = None
+) -> Tensor:
+    """int8 ``q8`` [rows, K] of packed codes [rows, K / 2] and group scales [rows, K / group_size].
+
+    A group's scale byte and a packed byte say what two codes become: one lookup a pair, in a ``table`` of all 65,536
+    (:func:`_pairs` of the codebook, which callers in a loop make once).
+    """
+    table = _pairs(codebook, qweight.device) if table is None else table
+    rows, groups = s_rel.shape
+    if group_size % 2:  # bytes lie across groups: one lookup a code, of which the low half of an entry is the first
+        index = unpack_nibbles(qweight, high_first=False).to(torch.int32)
+        index.view(rows, groups, group_size).add_(_scale_index(s_rel))
+        return torch.index_select(table, 0, index.view(-1)).to(torch.int8).view(index.shape)
+    index = qweight.view(torch.uint8).to(torch.int32)
+    index.view(rows, groups, group_size // 2).add_(_scale_index(s_rel))
+    return torch.index_select(table, 0, index.view(-1)).view(torch.int8).view(rows, groups * group_size)
+
+
+def _scale_index(s_rel: Tensor) -> Tensor:
+    """The scale bytes' part of an index into :func:`_pairs`, int32 [rows, groups, 1]."""
+    return (s_rel.view(torch.uint8).to(torch.int32) << 8)[..., None]
+
+
+def _pairs(codebook: Tensor | None, device: torch.device) -> Tensor:
+    """int16 [65536]: at ``scale byte * 256 + packed byte`` the two int8 codes, that of the low nibble first."""
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    values = torch.arange(-8, 8, device=device) if codebook is None else codebook
+    single = (e4m3_to_float(byte)[:, None] * values.to(torch.float32)).round_().clamp_(-127.0, 127.0).to(torch.int8)
+    low, high = (byte & 0x0F).to(torch.int64), (byte >> 4).to(torch.int64)
+    return torch.stack((single[:, low], single[:, high]), dim=-1).view(torch.int16).reshape(-1)
 
 
 class W4A8Weight(NamedTuple):
@@ -88,8 +109,9 @@ class W4A8Weight(NamedTuple):
 
     def codes(self) -> CodeRows:
         """Row access to the INT8 codes and their scale."""
+        table = _pairs(self.codebook, self.qweight.device)
         return lambda start, stop: (
-            decode_codes(self.qweight[start:stop], self.s_rel[start:stop], self.codebook, self.group_size),
+            decode_codes(self.qweight[start:stop], self.s_rel[start:stop], self.codebook, self.group_size, table),
             self.scale[start:stop],
         )
 

@@ -169,20 +169,39 @@ def test_nvfp4_smoothing_and_static_scale(quantised, relative) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_code_of_an_8_bit_float(dtype) -> None:
-    from quant_loader.kernels.formats.scales import float8_to_float
+    from quant_loader.kernels.formats.codes import float8_to_float
 
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     torch.testing.assert_close(float8_to_float(codes), codes.to(torch.float32), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("largest", [1.0, 2.0**127], ids=["usual scales", "scales at the end of float32"])
+@pytest.mark.parametrize("blocks", [None, 1, 8], ids=["tensor", "row", "block"])
+def test_scaled_codes_of_more_than_one_piece(dtype, largest, blocks, monkeypatch) -> None:
+    """Decoding in pieces, with the scale folded into the last step, gives the product's very bits."""
+    from quant_loader.kernels.formats import codes
+
+    monkeypatch.setattr(codes, "PIECE", 1000)
+    byte = torch.randint(256, (37, 64), dtype=torch.uint8)
+    scale = torch.rand(()) if blocks is None else torch.rand(37, blocks)
+    scale = torch.where(torch.rand(scale.shape) < 0.5, scale * largest, scale * 2.0**-126)
+    wide = scale if blocks is None else scale.repeat_interleave(64 // blocks, dim=1)
+    expected = byte.view(dtype).to(torch.float32) * wide
+    torch.testing.assert_close(codes.float8_to_float(byte.view(dtype), scale), expected, rtol=0, atol=0, equal_nan=True)
+    narrow = codes.e2m1_to_float(byte[:, :32], scale)
+    assert torch.equal(narrow, codes.e2m1_to_float(byte[:, :32].contiguous()) * wide)
+    assert torch.equal(codes.unpack_int4(byte), torch.cat([codes.unpack_int4(row[None]) for row in byte]))
+
+
 def test_every_packed_byte() -> None:
-    from quant_loader.kernels.formats import scales
+    from quant_loader.kernels.formats.codes import e2m1_to_float, unpack_int4
 
     byte = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
     e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     sign = torch.tensor([1.0, -1.0])
-    values = scales.e2m1_values(byte)
-    codes = scales.unpack_int4(byte)
+    values = e2m1_to_float(byte)
+    codes = unpack_int4(byte)
     for i, b in enumerate(range(256)):
         high, low = b >> 4, b & 15
         r, c = divmod(i, 16)
@@ -190,3 +209,20 @@ def test_every_packed_byte() -> None:
         assert values[r, 2 * c + 1] == e2m1[low & 7] * sign[low >> 3]
         assert codes[r, 2 * c] == (low ^ 8) - 8
         assert codes[r, 2 * c + 1] == (high ^ 8) - 8
+
+
+@pytest.mark.parametrize("codebook", [None, torch.linspace(-1.0, 0.9, 16)], ids=["grid", "codebook"])
+@pytest.mark.parametrize("group_size", [4, 5, 16])
+def test_w4a8_codes_of_any_group_size(codebook, group_size) -> None:
+    """The table of code pairs holds what the formula gives, also where a packed byte lies across two groups."""
+    from quant_loader.kernels.formats.codes import unpack_nibbles
+    from quant_loader.kernels.formats.w4a8 import decode_codes
+
+    packed = torch.randint(-128, 128, (3, 40), dtype=torch.int8)
+    s_rel = (60 * torch.rand(3, 80 // group_size)).to(torch.float8_e4m3fn)
+    code = unpack_nibbles(packed, high_first=False).long()
+    value = code - 8.0 if codebook is None else codebook[code]
+    scaled = value * s_rel.float().repeat_interleave(group_size, dim=1)
+    assert torch.equal(
+        decode_codes(packed, s_rel, codebook, group_size), scaled.round().clamp(-127, 127).to(torch.int8)
+    )
