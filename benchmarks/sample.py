@@ -7,7 +7,8 @@ A Flux with random weights is written in 16 bits and in every format, and sample
 without guidance. Each side (stock with the 16-bit model; ours with every mode) has a process of its own a round; they
 change their order from round to round. Timed is the model's call in each step, by the wall clock (or in CPU time on a
 machine that others use), after one step by itself that is not counted. A model whose one step takes longer than `SLOW`
-seconds is left at that, and the step counts.
+seconds is left at that, and the step counts. Rounds after the first repeat stock and the default mode, whose ratio is a
+goal.
 
 First the results: the latent of every run is compared with the 16-bit model's. A stock result that is not what the
 format's precision explains is reported as wrong and has no time; one of ours fails the benchmark.
@@ -55,6 +56,10 @@ MOST = {
 }
 
 
+#: After one step a latent has kept less of the noise than after three: 1.4 times their error was measured.
+ONE_STEP = 1.5
+
+
 def cases_of(side: str, formats: Sequence[str]) -> list[tuple[str, str]]:
     """(format, mode) of everything that a side runs; the 16-bit model first, in the process of the stock loader."""
     if side == "stock":
@@ -91,6 +96,7 @@ def one_side(side: str, folder: Path, size: Size, steps: int, device: str, cases
         if fmt == DENSE:
             save_file({str(len(run.wall)): run.latent for run in (first, sampled)}, truth_file)
         answers[label(fmt, mode)] = {
+            "steps": len(sampled.wall),
             "wall": sampled.wall,
             "cpu": sampled.cpu,
             "error": in_process.relative(sampled.latent, load_file(truth_file)[str(len(sampled.wall))]),
@@ -121,7 +127,7 @@ def measure(size: Size, formats: Sequence[str], steps: int, rounds: int, device:
         in_process.write_models(folder, in_process.flux_state_dict(size), tuple(formats))
         for turn in range(rounds):
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
-                cases = [case for case in cases_of(side, formats) if worth_repeating(found[side].get(label(*case)))]
+                cases = [case for case in cases_of(side, formats) if due(case, turn, found[side].get(label(*case)))]
                 if not cases:
                     continue
                 order = {"side": side, "size": vars(size), "steps": steps, "device": device, "cases": cases}
@@ -135,15 +141,23 @@ def measure(size: Size, formats: Sequence[str], steps: int, rounds: int, device:
     return {"cases": found, "threads": threads}
 
 
-def worth_repeating(case: dict[str, Any] | None) -> bool:
-    return case is None or ("failed" not in case and bool(case["wall"]) and min(case["wall"]) < SLOW)
+def due(case: tuple[str, str], turn: int, known: dict[str, Any] | None) -> bool:
+    """Whether a case runs in this round: all do in the first, then those of a goal that are neither slow nor wrong."""
+    if turn == 0:
+        return True
+    return known is not None and case[1] in ("", "auto") and "failed" not in known and min(known["wall"]) < SLOW
+
+
+def most_of(key: str, case: dict[str, Any]) -> float:
+    """Largest error of the latent of a case."""
+    return MOST[key.split()[0]] * (ONE_STEP if case["steps"] == 1 else 1.0)
 
 
 def check(found: dict[str, Any]) -> dict[str, str]:
     """Raises Wrong where ours is off; label -> what is wrong with the stock result."""
     wrong: dict[str, str] = {}
     for key, case in found["ours"].items():
-        most = MOST[key.split()[0]]
+        most = most_of(key, case)
         if not case["error"] <= most:
             raise Wrong(
                 f"{key}: the latent is {case['error']:.3g} away from the 16-bit model's, expected {most} at most"
@@ -153,7 +167,7 @@ def check(found: dict[str, Any]) -> dict[str, str]:
             continue
         if "failed" in case:
             wrong[key] = case["failed"]
-        elif not case["error"] <= MOST[key]:
+        elif not case["error"] <= most_of(key, case):
             wrong[key] = (
                 "latent not finite" if float(case["error"]) == float("inf") else f"latent off by {case['error']:.2g}"
             )
@@ -256,9 +270,9 @@ def run(
     device: str = "auto",
     clock: str = "wall",
 ) -> Result:
-    """`quick`: 768 channels, two steps, two rounds; else 1536 channels, three steps, three rounds."""
+    """`quick`: 768 channels, three steps, two rounds; else 1536 channels, four steps, three rounds."""
     size = size or (QUICK if quick else FULL)
-    measured = measure(size, formats, steps or (2 if quick else 3), rounds or (2 if quick else 3), device)
+    measured = measure(size, formats, steps or (3 if quick else 4), rounds or (2 if quick else 3), device)
     found, threads = measured["cases"], measured["threads"]
     wrong = check(found)
     times = times_of(found, wrong, clock)

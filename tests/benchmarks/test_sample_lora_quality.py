@@ -44,14 +44,14 @@ def column(table: Table, name: str) -> list[Any]:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_small_model_is_sampled_by_every_side() -> None:
-    result = sample.run(True, ("fp8", "asym_w4a8"), TINY, steps=2, rounds=1, device="cpu")
+    result = sample.run(True, ("fp8", "asym_w4a8"), TINY, steps=3, rounds=1, device="cpu")
     cases: Any = result.data["cases"]
     (table,) = result.tables
     assert list(zip(column(table, "format"), column(table, "mode"), strict=True)) == [
         (fmt, mode) for fmt in ("fp8", "asym_w4a8") for mode in in_process.MODES
     ]
     ours, stock = cases["ours"]["fp8 auto"], cases["stock"]["fp8"]
-    assert len(ours["wall"]) == len(stock["wall"]) == 2  # the step before them is not counted
+    assert len(ours["wall"]) == len(stock["wall"]) == 3  # the step before them is not counted
     ratio = statistics.median(ours["wall"]) / statistics.median(stock["wall"])
     assert column(table, "ours / stock")[0] == pytest.approx(ratio)
     assert 0.001 < ours["error"] < sample.MOST["fp8"]
@@ -64,7 +64,7 @@ def test_a_small_model_is_sampled_by_every_side() -> None:
 
 
 def case(error: float) -> dict[str, Any]:
-    return {"wall": [1.0], "cpu": [1.0], "error": error, "kernel": ""}
+    return {"steps": 3, "wall": [1.0], "cpu": [1.0], "error": error, "kernel": ""}
 
 
 def test_a_wrong_latent_of_stock_is_reported_and_has_no_time() -> None:
@@ -75,6 +75,14 @@ def test_a_wrong_latent_of_stock_is_reported_and_has_no_time() -> None:
     assert times["fp8 auto"]["stock"] is None
     assert column(sample.table(found, times, wrong, ""), "stock, s") == ["wrong: latent off by 0.5"]
     assert sample.goals_of(times, vnni=True, on_cpu=True) == []
+
+
+def test_later_rounds_repeat_what_a_goal_compares_and_is_neither_slow_nor_wrong() -> None:
+    slow = {**case(0.01), "wall": [sample.SLOW + 1.0]}
+    assert all(sample.due(("fp8", mode), 0, None) for mode in in_process.MODES)
+    assert [sample.due(("fp8", mode), 1, case(0.01)) for mode in ("", "auto", "int8")] == [True, True, False]
+    assert not sample.due(("int8_row", ""), 1, slow)
+    assert not sample.due(("asym_w4a8", ""), 1, {"failed": "KeyError"})
 
 
 @pytest.mark.parametrize("error", [0.5, math.nan, math.inf])
