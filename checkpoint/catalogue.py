@@ -19,7 +19,8 @@ class Rule:
 
     ``title`` completes "3 faults in 2 of 10 layers (...)". ``repairable`` means that a lossless repair exists for the
     usual case; a fault can say otherwise. ``why`` is for the documentation: how files get that way and what would
-    happen.
+    happen. ``of_absence``: the rule is about something that is not in the files, so it proves nothing while one of
+    them is missing.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Rule:
     fix: str
     why: str = ""
     repairable: bool = False
+    of_absence: bool = False
 
 
 REDOWNLOAD = "Download the file again and compare its size or checksum with the publisher's."
@@ -126,6 +128,8 @@ _ROWS: tuple[Rule, ...] = (
         "missing shards",
         "The model is split into several files, and not all are there. Missing: {found}.",
         "Download what is missing into the same folder.",
+        "Tensors and declarations that the files there lack may lie in the missing ones: nothing is said about them "
+        "until all files are there.",
     ),
     Rule(
         "extra.shards.duplicate_file",
@@ -330,6 +334,7 @@ _ROWS: tuple[Rule, ...] = (
         "Layer {layer} has a {found} weight but nothing in the file says how it is quantised{look}.",
         "Get a version of the file with comfy_quant markers. " + DECLARE,
         "The stock loader casts such weights to numbers and makes pictures of noise.",
+        of_absence=True,
     ),
     Rule(
         "extra.marker.duplicate_key",
@@ -398,6 +403,7 @@ _ROWS: tuple[Rule, ...] = (
         "{remedy}",
         "The declaration names a layer whose tensors are not in the file: another prefix, a dropped shard, or scales "
         "removed by a conversion.",
+        of_absence=True,
     ),
     Rule(
         "extra.layer.missing_tensors",
@@ -406,6 +412,7 @@ _ROWS: tuple[Rule, ...] = (
         "Layer {layer} ({format}) lacks {found}; it needs {expected}.",
         "{remedy}",
         "As layer.missing_tensors, for formats that the reference does not check.",
+        of_absence=True,
     ),
     Rule(
         "extra.scale.orphan",
@@ -415,6 +422,7 @@ _ROWS: tuple[Rule, ...] = (
         "A scale that is not applied means a wrong picture. Get a version of the file with declarations that match "
         "its tensors, or export it again.",
         "A weight whose scale is ignored is wrong by that factor; nothing else would notice.",
+        of_absence=True,
     ),
     Rule(
         "extra.scale.unused",
@@ -422,6 +430,7 @@ _ROWS: tuple[Rule, ...] = (
         "activation scales that nothing uses",
         "Layer {layer} has {found}, which is not needed ({expected}).",
         "Harmless: activations are scaled as they come.",
+        of_absence=True,
     ),
     Rule(
         "map.collision",
@@ -818,6 +827,7 @@ _ROWS: tuple[Rule, ...] = (
         "no Quanto map",
         "The file says it is quantised with Quanto but has no quantization_map_base64 (its metadata: {found}).",
         REEXPORT,
+        of_absence=True,
     ),
     Rule(
         "quanto.map_base64",
@@ -853,6 +863,7 @@ _ROWS: tuple[Rule, ...] = (
         "Quanto map and tensors disagree",
         "Quanto layer {layer} {found}.",
         "The map and the tensors come from different files. Export the model again.",
+        of_absence=True,
     ),
     Rule(
         "quanto.weights_type",
@@ -874,6 +885,7 @@ _ROWS: tuple[Rule, ...] = (
         "missing tensors",
         "Quanto layer {layer} lacks {found}; it needs {expected}.",
         REEXPORT,
+        of_absence=True,
     ),
     Rule(
         "quanto.dense_and_packed",
@@ -925,6 +937,7 @@ _ROWS: tuple[Rule, ...] = (
         "Quanto tensors without a declaration",
         "Layer {layer} is stored as Quanto does ({found}), but the file does not declare the format.",
         "The file's metadata was lost in a conversion: get the original file.",
+        of_absence=True,
     ),
     # -- the deep check -----------------------------------------------------------------------------------------------
     Rule(

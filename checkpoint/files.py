@@ -74,16 +74,21 @@ def expand(given: list[str], findings: Findings) -> tuple[list[str], dict[str, I
                 files.extend(dict.fromkeys(index.placed.values()))
         else:
             files.append(path)
-    seen: dict[str, str] = {}
-    unique: list[str] = []
+    unique: dict[str, str] = {}
     for path in files:
-        key = os.path.normcase(os.path.abspath(path))
-        if key in seen:
+        key = _identity(path)
+        if key in unique:
             findings.add("extra.shards.duplicate_file", found=clean(os.path.basename(path)))
-            continue
-        seen[key] = path
-        unique.append(path)
-    return _complete_sets(unique, set(seen), findings), indices
+        unique.setdefault(key, path)
+    paths = _complete_sets(list(unique.values()), findings)
+    for index in indices.values():
+        paths = _without_missing(paths, set(index.placed.values()), findings)
+    return paths, indices
+
+
+def _identity(path: str) -> str:
+    """What is equal for two spellings of one path."""
+    return os.path.normcase(os.path.abspath(path))
 
 
 def shard_paths(path: str | os.PathLike[str]) -> list[str]:
@@ -91,45 +96,55 @@ def shard_paths(path: str | os.PathLike[str]) -> list[str]:
     return expand([os.fspath(path)], Findings())[0]
 
 
-def _complete_sets(paths: list[str], known: set[str], findings: Findings) -> list[str]:
+def _complete_sets(paths: list[str], findings: Findings) -> list[str]:
     """Add the shards that a shard's name promises; name those that are not there.
 
     A set of which nothing is there is no set: the given names stay, and reading them says that there is no such file.
     """
-    complete = list(paths)
+    siblings: list[str] = []
+    absent: set[str] = set()
     done: set[tuple[str, str, str]] = set()
+    room = MAX_SHARDS  # of all sets together: an index can name a set in every line
     for path in paths:
         folder, base = os.path.split(path)
         match = _SHARD.match(base)
         if match is None:
             continue
         total = int(match["total"])
-        key = (os.path.normcase(os.path.abspath(folder)), match["stem"], match["total"] + match["ext"])
+        key = (_identity(folder), match["stem"], match["total"] + match["ext"])
         if key in done:
             continue
         done.add(key)
-        if not 1 <= int(match["number"]) <= total or total > MAX_SHARDS:
+        numbered = 1 <= int(match["number"]) <= total
+        if not numbered or total > room:
             if os.path.exists(path):
-                findings.add(
-                    "extra.shards.missing", found=f"the set that {clean(base)} belongs to (its number is out of range)"
-                )
+                why = "its number is out of range" if not numbered else f"more than {MAX_SHARDS} files"
+                findings.add("extra.shards.missing", found=f"the set that {clean(base)} belongs to ({why})")
             continue
+        room -= total
         names = [f"{match['stem']}-{number:05d}-of-{match['total']}{match['ext']}" for number in range(1, total + 1)]
         there = [name for name in names if os.path.exists(os.path.join(folder, name))]
         if not there:
             continue
+        siblings.extend(os.path.join(folder, name) for name in there)
         if len(there) < total:
             missing = sorted(set(names).difference(there))
             findings.add("extra.shards.missing", found=listing(missing), expected=f"{total} files")
-            complete = [path for path in complete if os.path.split(path) not in {(folder, name) for name in missing}]
-        complete.extend(_others(folder, there, known))
+            absent.update(_identity(os.path.join(folder, name)) for name in missing)
+    given = {_identity(path): path for path in paths}
+    complete = [path for key, path in given.items() if key not in absent]
+    complete.extend(path for path in siblings if _identity(path) not in given)
     return complete
 
 
-def _others(folder: str, names: list[str], known: set[str]) -> list[str]:
-    """The paths of these files that were not given."""
-    paths = [os.path.join(folder, name) for name in names]
-    return [path for path in paths if os.path.normcase(os.path.abspath(path)) not in known]
+def _without_missing(paths: list[str], promised: set[str], findings: Findings) -> list[str]:
+    """``paths`` without those of a shard index that are not there, which are named."""
+    missing = [path for path in paths if path in promised and not os.path.exists(path)]
+    if not missing:
+        return paths
+    names = sorted(os.path.basename(path) for path in missing)
+    findings.add("extra.shards.missing", found=listing(names), expected=f"{len(promised)} files")
+    return [path for path in paths if path not in promised or os.path.exists(path)]
 
 
 def _read_index(path: str, findings: Findings) -> Index | None:
@@ -232,6 +247,9 @@ def load(given: list[str], findings: Findings) -> Checkpoint:
         checkpoint.headers.append(header)
         for name in header.duplicates:
             findings.add("extra.file.duplicate_key", file=base, tensor=name, found=clean(name))
+    findings.incomplete = len(checkpoint.headers) < len(paths) or findings.has(
+        "extra.shards.missing", "extra.shards.index"
+    )
     if len(checkpoint.headers) == 1:
         checkpoint.tensors = checkpoint.headers[0].tensors
     else:

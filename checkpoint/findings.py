@@ -27,11 +27,16 @@ class _Pile:
 
 
 class Findings:
-    """All faults of one check."""
+    """All faults of one check.
+
+    While ``incomplete``, a file of the checkpoint is missing or cannot be read. What is absent may lie there: rules
+    ``of_absence`` are not held against the rest.
+    """
 
     def __init__(self) -> None:
         self._faults: list[Fault] = []
         self._piles: dict[tuple[str, str], _Pile] = {}
+        self.incomplete = False
         self.dropped = 0
         self.faulty_layers: set[str] = set()
 
@@ -40,6 +45,7 @@ class Findings:
         twin = Findings()
         twin._faults = list(self._faults)
         twin._piles = {key: replace(pile, layers=list(pile.layers)) for key, pile in self._piles.items()}
+        twin.incomplete = self.incomplete
         twin.dropped = self.dropped
         twin.faulty_layers = set(self.faulty_layers)
         return twin
@@ -60,6 +66,8 @@ class Findings:
         rule's own templates.
         """
         row = RULES[rule]
+        if self.incomplete and row.of_absence:
+            return
         if len(self._piles) > MAX_KINDS:
             variant = ""
         if row.severity == "error" and layer is not None:

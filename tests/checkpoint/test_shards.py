@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 from quant_loader.checkpoint import HeaderError, check, open_checkpoint
@@ -52,19 +53,56 @@ def test_a_missing_shard_is_named(pair):
     first, second = pair
     assert check(first).verdict == "ok"
     os.remove(second)
-    report = check(first)
-    assert {"extra.shards.missing", "layer.missing_tensors"} <= rules(report)
-    assert "m-00002-of-00002.safetensors" in report.errors[0].message
+    (fault,) = check(first).faults
+    assert (fault.rule, fault.found, fault.expected) == (
+        "extra.shards.missing",
+        "m-00002-of-00002.safetensors",
+        "2 files",
+    )
 
 
 def test_the_shard_that_was_given_may_be_the_missing_one(pair):
     first, second = pair
     os.remove(second)
     report = check(second)
-    missing = [fault for fault in report.errors if fault.rule.startswith(("extra.shards", "extra.file"))]
-    assert [fault.rule for fault in missing] == ["extra.shards.missing"]
-    assert missing[0].found == "m-00002-of-00002.safetensors"
+    assert [(fault.rule, fault.found) for fault in report.faults] == [
+        ("extra.shards.missing", "m-00002-of-00002.safetensors")
+    ]
     assert report.files == (first,)
+
+
+@pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 40)], ids=["gone", "cut short"])
+def test_what_may_lie_in_another_shard_is_not_called_missing(tmp_path, tools, spoil):
+    """A missing or damaged shard is one fault, not one for every layer, scale and declaration that it may hold; what
+    the other shards prove wrong is still said.
+    """
+    tensors = {**tools.layers.int8("no_scale", weight_scale=None), **tools.layers.fp8("no_marker")}
+    tensors |= {"no_weight.weight_scale": ("F32", [8, 1]), "no_weight.input_scale": ("F32", [])}
+    tensors |= tools.layers.int8("wrong", weight_scale=("F32", [7, 1]))
+    first = tools.write(
+        tmp_path / "m-00001-of-00002.safetensors", tensors, markers={"no_scale": MARKER, "wrong": MARKER}
+    )
+    second = tools.write(tmp_path / "m-00002-of-00002.safetensors", {})
+    told = {"layer.missing_tensors", "marker.missing", "extra.scale.orphan", "int8.rowwise.shapes"}
+    assert rules(check(first)) == told
+    spoil(second)
+    assert sorted(fault.rule for fault in check(first).faults) == sorted(
+        ["int8.rowwise.shapes", "crash.file" if os.path.exists(second) else "extra.shards.missing"]
+    )
+
+
+@pytest.mark.parametrize("present", ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"])
+def test_half_a_quanto_model_is_one_fault(tmp_path, tools, present):
+    entries = {"a": {"weights": "qint8", "activations": "none"}}
+    tools.write(
+        tmp_path / "m-00001-of-00002.safetensors",
+        tools.layers.quanto(**{"weight._scale": None}),
+        tools.quanto_metadata(entries),
+    )
+    tools.write(tmp_path / "m-00002-of-00002.safetensors", {"a.weight._scale": ("BF16", [8, 1])})
+    for name in {"m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"} - {present}:
+        os.remove(tmp_path / name)
+    assert [fault.rule for fault in check(tmp_path / present).faults] == ["extra.shards.missing"]
 
 
 def test_a_shard_of_a_set_that_is_not_there_is_a_missing_file(tmp_path):
@@ -76,9 +114,20 @@ def test_a_missing_shard_of_an_index_is_named(pair, tmp_path):
     index = write_index(
         tmp_path, {"a.weight": "m-00001-of-00002.safetensors", "a.weight_scale": "elsewhere.safetensors"}
     )
-    report = check(index)
-    assert "extra.file.not_found" in rules(report)
-    assert "elsewhere.safetensors" in report.errors[0].message
+    (fault,) = check(index).faults
+    assert (fault.rule, fault.found, fault.expected) == ("extra.shards.missing", "elsewhere.safetensors", "2 files")
+    os.remove(pair[0])
+    os.remove(pair[1])
+    (fault,) = check(index).faults
+    assert fault.found == "elsewhere.safetensors and m-00001-of-00002.safetensors"
+
+
+def test_an_index_that_names_a_set_in_every_line_is_read_in_bounded_time(tmp_path):
+    """Two thousand sets of two thousand files would be four million look-ups."""
+    index = write_index(tmp_path, {f"t{i}": f"s{i}-00001-of-02000.safetensors" for i in range(2000)})
+    started = time.process_time()
+    assert rules(check(index)) == {"extra.shards.missing"}
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(
