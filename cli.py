@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from .automation import commands
 from .checkpoint import Report
+from .checkpoint.summary import group_text
+from .checkpoint.words import clean, listing
 
 OK, REFUSED, BAD_REQUEST = 0, 1, 2
 
@@ -96,12 +98,9 @@ def _check(arguments: argparse.Namespace) -> int:
     reports: list[Report] = []
     for number, paths in enumerate(requests, start=1):
         if len(requests) > 1 and not arguments.json and sys.stderr.isatty():
-            print(
-                f"\r\033[K[{number}/{len(requests)}] {os.path.basename(commands.shown(paths)[0])}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            room = shutil.get_terminal_size((100, 24)).columns - 16
+            name = _printable(clean(os.path.basename(commands.shown(paths)[0]), max(room, 16)))
+            print(f"\r\033[K[{number}/{len(requests)}] {name}", end="", file=sys.stderr, flush=True)
         report = commands.report_on(paths, arguments.rules or "strict", getattr(arguments, "deep", False))
         if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -131,7 +130,7 @@ def _requests(arguments: argparse.Namespace) -> Iterator[list[str]]:
             yield paths
         return
     sets: dict[str, list[str]] = {}
-    for path in paths:
+    for path in dict.fromkeys(paths):
         stem, dash, rest = path.rpartition("-of-")
         key = f"{stem.rpartition('-')[0]}-of-{rest}" if dash and rest[:5].isdigit() else path
         sets.setdefault(key, []).append(path)
@@ -149,37 +148,48 @@ def exit_code(report: Report) -> int:
 
 def _table(report: Report, paths: list[str]) -> str:
     """A readable table: the verdict, the formats, every group of faults with its fix."""
-    width = max(min(shutil.get_terminal_size((100, 24)).columns, 120), 60)
+    width = max(min(shutil.get_terminal_size((100, 24)).columns, 120), 40)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     mark = {"ok": "32", "unquantized": "33", "refused": "31"}[report.verdict]
-    title = _printable(", ".join(os.path.basename(path) for path in paths))
-    lines = [title, f"\033[{mark}m{report.summary}\033[0m" if colour else report.summary]
+    summary = "\n".join(_wrapped(report.summary, width, ""))
+    lines = _wrapped(listing([os.path.basename(path) for path in paths]), width, "")
+    lines.append(f"\033[{mark}m{summary}\033[0m" if colour else summary)
+    lines.extend(_formats(report, width))
+    for group in report.groups:
+        lines.append(f"  {group.severity} {group.rule}" + (f" x{group.count}" if group.count > 1 else ""))
+        lines.extend(_wrapped(group_text(group, names=2), width, "    "))
+        lines.extend(_wrapped(f"-> {group.fix}", width, "    ", "       "))
+    return _printable("\n".join(lines), keep="\n\033")
+
+
+def _formats(report: Report, width: int) -> list[str]:
+    """One row for each kind of layer, its description wrapped to what is left of the line."""
     rows: dict[tuple[str, str], tuple[int, int]] = {}
     for layer in report.layers:
         key = (layer.format, _kind(layer.annotations))
         count, size = rows.get(key, (0, 0))
         rows[key] = (count + 1, size + layer.bytes)
-    if rows:
-        lines.append(f"  {'format':<16} {'kind':<40} {'layers':>6} {'size':>10}")
-        lines.extend(
-            f"  {name:<16} {kind:<40} {count:>6} {_size(size):>10}" for (name, kind), (count, size) in rows.items()
-        )
-    for group in report.groups:
-        lines.append(f"  {group.severity} {group.rule}" + (f" x{group.count}" if group.count > 1 else ""))
-        lines.extend(textwrap.wrap(group.message, width, initial_indent="    ", subsequent_indent="    "))
-        if group.count > 1 and group.layers:
-            names = ", ".join(_printable(name) for name in group.layers)
-            rest = group.count - len(group.layers)
-            lines.extend(
-                textwrap.wrap(
-                    f"in {names}" + (f" and {rest} more" if rest > 0 else ""),
-                    width,
-                    initial_indent="    ",
-                    subsequent_indent="    ",
-                )
-            )
-        lines.extend(textwrap.wrap(f"-> {group.fix}", width, initial_indent="    ", subsequent_indent="       "))
-    return _printable("\n".join(lines), keep="\n\033")
+    if not rows:
+        return []
+    name_width = max(len("format"), *(len(name) for name, _ in rows))
+    longest = max(len("kind"), *(len(kind) for _, kind in rows))
+    kind_width = min(longest, max(width - name_width - len(f"    {'':>6} {'':>10}"), len("pre_quant_scale")))
+    lines = [f"  {'format':<{name_width}} {'kind':<{kind_width}} {'layers':>6} {'size':>10}"]
+    for (name, kind), (count, size) in rows.items():
+        first, *others = textwrap.wrap(kind, kind_width) or [""]
+        lines.append(f"  {name:<{name_width}} {first:<{kind_width}} {count:>6} {_size(size):>10}")
+        lines.extend(f"  {'':<{name_width}} {other}" for other in others)
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str, further: str | None = None) -> list[str]:
+    """A paragraph as lines. A name that no line can hold is cut in its middle: both its ends tell something."""
+    further = indent if further is None else further
+    room = width - len(further)
+    words = " ".join(clean(word, room) for word in text.split())
+    return textwrap.wrap(
+        words, width, initial_indent=indent, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _kind(annotations: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 
 from .findings import Findings
 from .report import Group, Report, Verdict
-from .words import clean, cut, listing
+from .words import clean, cut
 
 ACCEPTED_BY_COMPATIBLE = "extra.rules.compatible"
 
@@ -31,17 +31,14 @@ def summarise(findings: Findings, formats: Mapping[str, int], suspects: Set[str]
     return "ok", f"OK: {plural(sum(formats.values()), 'quantised layer')} ({kinds})"
 
 
-def _group_text(group: Group) -> str:
-    """A group's message; for several layers the first names and the number of the others."""
-    if group.count == 1 or not group.layers:
-        return group.message
-    message = group.message.removesuffix(f" The same in {group.count - 1} more.")
-    others = group.count - 1
-    also = list(group.layers[1:2])
+def group_text(group: Group, names: int = 1) -> str:
+    """A group's message; for several layers up to ``names`` of the further ones and the number of the others."""
+    also = group.layers[1 : 1 + names]
     if not also:
         return group.message
-    rest = others - len(also)
-    return f"{message} Also {listing(also)}" + (f" and {rest} more." if rest else ".")
+    message = group.message.removesuffix(f" The same in {group.count - 1} more.")
+    rest = group.count - 1 - len(also)
+    return f"{message} Also {', '.join(map(clean, also))}" + (f" and {rest} more." if rest else ".")
 
 
 def verdict_text(report: Report, max_lines: int = 6, width: int = 100) -> str:
@@ -69,7 +66,7 @@ def verdict_text(report: Report, max_lines: int = 6, width: int = 100) -> str:
         left, waiting = room - len(body), len(groups) - position - 1
         if left <= 0:
             break
-        text = clean(_group_text(group), 6 * width)
+        text = clean(group_text(group), 6 * width)
         if left == 1 and waiting:
             more = f" (and {plural(waiting, 'more kind')})"
             body.append(cut(text, width - len(more)) + more)

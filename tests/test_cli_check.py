@@ -25,6 +25,11 @@ def write(path: Path, scale_shape=(8, 1), marker: bytes | None = MARKER, layer: 
     }
     if marker is not None:
         tensors[f"{layer}.comfy_quant"] = ("U8", [len(marker)], marker)
+    return write_tensors(path, tensors)
+
+
+def write_tensors(path: Path, tensors) -> str:
+    """A file of these tensors: name -> (dtype, shape, bytes)."""
     header, offset = {}, 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
@@ -132,6 +137,29 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "\033" not in shown
     assert "\u202e" not in shown
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_no_line_is_wider_than_the_terminal(tmp_path, monkeypatch, capsys, columns):
+    """However long the names are; both ends of each can be read."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    layer = "model.diffusion_model." + "a_module_with_a_long_name." * 5 + "to_q"
+    tensors = {}
+    for number in range(6):
+        tensors[f"{layer}{number}.weight"] = ("I8", [8, 64], bytes(512))
+        tensors[f"{layer}{number}.weight_scale"] = ("F32", [], struct.pack("<f", 0.01))
+        tensors[f"{layer}{number}.bias"] = ("F32", [64], bytes(256))
+        tensors[f"{layer}{number}.comfy_quant"] = ("U8", [len(MARKER)], MARKER)
+    path = write_tensors(tmp_path / ("a_file_with_a_long_name_" * 5 + ".safetensors"), tensors)
+    assert main(["check", path]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    shown = "\n".join(lines)
+    assert lines[0].startswith("a_file_with")
+    assert lines[0].endswith(".safetensors")
+    for number in range(3):
+        assert f".to_q{number}" in shown
+    assert "and 3 more." in shown
 
 
 def test_the_installed_command(good):
