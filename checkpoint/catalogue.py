@@ -895,6 +895,15 @@ _ROWS: tuple[Rule, ...] = (
         "The file does not say which is right. Export it again, frozen.",
     ),
     Rule(
+        "extra.quanto.mixed",
+        "error",
+        "layers that the Quanto map does not declare",
+        "Layer {layer} of this Quanto file has {found}; the Quanto map does not declare it, and nothing else is read "
+        "in such a file.",
+        "The file mixes two ways to quantise. Export the whole model with one tool.",
+        "A marker in a Quanto file is not looked at, so the layer would be loaded as the numbers that its bytes spell.",
+    ),
+    Rule(
         "quanto.data",
         "error",
         "Quanto weights that are no INT8 linears",

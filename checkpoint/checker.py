@@ -15,6 +15,7 @@ from .formats import FORMATS, Format, mxfp8, quanto
 from .header import TensorInfo
 from .layer import DENSE_SUFFIXES, SCALE_SUFFIXES, Layer, Understood, check_bias, typed
 from .report import LayerSpec, Report, Rules
+from .strays import stray_scales, suspicious
 from .summary import summarise
 from .values import Reads, check_values
 from .words import clean, conf, dims, listing, show
@@ -147,7 +148,8 @@ class _Check:
             self.suspects.update(
                 name[: -len(".weight._data")] for name in self.tensors if name.endswith(".weight._data")
             )
-            self._orphans({}, None, used)
+            self._beside_quanto()
+            self._orphans({}, Declarations(), used)
         else:
             self._comfy(metadata)
         if self.values:
@@ -169,6 +171,17 @@ class _Check:
             elif dot:
                 parts[prefix] = {suffix: tensor}
         self.other_suffixes = set(others)
+
+    def _beside_quanto(self) -> None:
+        """Layers of a Quanto file that are quantised in another way: its map declares whole files."""
+        ends = {MARKER.removeprefix("."): "a comfy_quant marker"}
+        for name, tensor in self.tensors.items():
+            prefix, _, suffix = name.rpartition(".")
+            if suffix in ends or (suffix == "weight" and tensor.dtype in MARKED_DTYPES):
+                found = ends.get(suffix, f"a {tensor.dtype} weight")
+                self.findings.add(
+                    "extra.quanto.mixed", layer=prefix, tensor=name, expected="weight._data", found=found, variant=found
+                )
 
     def _comfy(self, metadata: Mapping[str, str]) -> None:
         declared = declarations.collect(self.checkpoint, self.findings, compatible=self.compatible)
@@ -327,7 +340,7 @@ class _Check:
             self._unknown_format(declaration)
             declared.broken.add(prefix)
             return None, None
-        layer = Layer(prefix, declaration.conf, parts, self.findings, self.compatible, declaration.aliases)
+        layer = Layer(prefix, declaration.conf, parts, self.findings, self.compatible, declaration.aliases, self.values)
         layer.notes.extend(declaration.notes)
         missing = [suffix for suffix in known.required if layer.tensor(suffix) is None]
         if missing:
@@ -414,9 +427,9 @@ class _Check:
                 variant="e8m0",
             )
 
-    def _orphans(self, used: Mapping[str, Set[str]], declared: Declarations | None, names: Set[str]) -> None:
-        """Scale tensors that no declaration uses."""
-        broken = declared.broken if declared else set()
+    def _orphans(self, used: Mapping[str, Set[str]], declared: Declarations, names: Set[str]) -> None:
+        """Scale tensors that no declaration uses; ``names`` are those that a Quanto map does."""
+        broken = declared.broken
         nothing: Set[str] = frozenset()
         for prefix, parts in self.parts.items():
             if parts.keys() <= DENSE_SUFFIXES or parts.keys() <= used.get(prefix, nothing):
@@ -425,8 +438,21 @@ class _Check:
             orphans -= DENSE_SUFFIXES
             if orphans and prefix not in broken:
                 orphans = {suffix for suffix in orphans if parts[suffix].name not in names}
-                declaration = declared.layers.get(prefix) if declared else None
+                declaration = declared.layers.get(prefix)
                 self._orphan(prefix, [suffix for suffix in SCALE_SUFFIXES if suffix in orphans], declaration)
+        strays = suspicious(self.other_suffixes)
+        for scale, weight in stray_scales(self.tensors, strays, names) if strays else ():
+            layer = weight.name.removesuffix(".weight")
+            declaration = declared.layers.get(layer)
+            state = (
+                f"it is declared as {show(declaration.conf.get('format'))}"
+                if declaration is not None
+                else f"its weight is {weight.dtype}, not declared as quantised"
+            )
+            suffix = scale.name.removeprefix(layer).lstrip(".")
+            self.findings.add(
+                "extra.scale.orphan", layer=layer, tensor=scale.name, expected=state, found=clean(suffix), variant=state
+            )
         for name in self.tensors if "_data" in self.other_suffixes else ():
             if name.endswith(".weight._data") and name not in names:
                 self.findings.add(

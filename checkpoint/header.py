@@ -344,7 +344,10 @@ def _duplicates(text: bytes) -> tuple[str, ...]:
                 seen.add(key)
         return result
 
-    json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+    try:
+        json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+    except RecursionError:  # a hook needs more of the stack than :func:`_parse` did
+        _damaged("the header is nested too deeply")
     return tuple(dict.fromkeys(found))
 
 

@@ -63,6 +63,7 @@ class Layer:
     """A declared layer under check.
 
     ``parts`` are its tensors by suffix as in the file; ``aliases`` map a canonical suffix to a dialect's spelling.
+    ``readable``: whether values may be read from the file.
     ``used`` collects the suffixes that the format knows, ``reads`` the tensors whose values matter, ``notes`` what the
     user may want to know.
     """
@@ -75,6 +76,7 @@ class Layer:
         findings: Findings,
         compatible: bool,
         aliases: Mapping[str, str] | None = None,
+        readable: bool = True,
     ) -> None:
         self.prefix = prefix
         self.conf = conf
@@ -82,6 +84,7 @@ class Layer:
         self.findings = findings
         self.compatible = compatible
         self.aliases = aliases or {}
+        self.readable = readable
         self.notes: list[str] = []
         self.reads: list[Read] = []
         self.used: set[str] = set()
@@ -139,6 +142,8 @@ class Layer:
             if key not in params or value is None:
                 continue
             nested = params[key]
+            if nested is None:
+                continue
             if same(nested, value):
                 if self.compatible and key not in self.conf:
                     self.dialect(f"{key} {show(nested)} read from nested params", "params")
@@ -180,6 +185,15 @@ class Layer:
                 "extra.flag.type", setting="full_precision_matrix_mult", found=show(value), expected=show(bool(value))
             )
         return bool(value)
+
+    def always_rotated(self, format_name: str) -> None:
+        """Formats that are rotated whatever the declaration says must not be declared unrotated."""
+        if self.setting("convrot") is not None and self.flag("convrot") is False:
+            self.fault(
+                "extra.convrot.unsupported",
+                found=show(self.setting("convrot")),
+                expected=f"{format_name} weights are always rotated",
+            )
 
     def no_rotation(self, format_name: str) -> None:
         """Formats without rotation must not claim one."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .dtypes import BITS, FLOATS, decode
+from .dtypes import BITS, FLOATS, Floats, decode
 from .files import Checkpoint
 from .findings import Findings
 from .header import Header, HeaderError, RawFile, TensorInfo, open_raw
@@ -125,9 +125,18 @@ def _judge_batch(raw: RawFile, batch: Batch, buffer: memoryview, findings: Findi
         first = last
 
 
+def _as_used(dtype: str, data: bytes | memoryview) -> Floats:
+    """The values in the precision that they are used in: a 64-bit scale may be infinite or zero there."""
+    values = decode(dtype, data)
+    if values.dtype != np.float64:
+        return values
+    with np.errstate(over="ignore", under="ignore"):
+        return values.astype(np.float32)
+
+
 def _judge_together(raw: RawFile, batch: Batch, numbers: range, data: memoryview, findings: Findings) -> None:
     """``data`` holds the content of the batch's tensors with these numbers."""
-    values = decode(batch.dtype, data)
+    values = _as_used(batch.dtype, data)
     low, high = float(values.min()), float(values.max())  # NaN if any value is
     if high < np.inf and low > (-np.inf if batch.signed else 0.0):
         if batch.exactly_one:
@@ -143,7 +152,7 @@ def _judge_alone(raw: RawFile, read: Read, findings: Findings) -> None:
     tensor = read.tensor
     low, high = np.inf, -np.inf
     for start in range(tensor.start, tensor.stop, CHUNK):
-        values = decode(tensor.dtype, raw.read_at(start, min(CHUNK, tensor.stop - start)))
+        values = _as_used(tensor.dtype, raw.read_at(start, min(CHUNK, tensor.stop - start)))
         smallest, largest = float(values.min()), float(values.max())
         if not (np.isfinite(smallest) and np.isfinite(largest)):
             low = np.nan
@@ -173,7 +182,7 @@ def _name_rows(raw: RawFile, read: Read, findings: Findings) -> None:
     rows: dict[str, list[int]] = {"nan": [], "inf": [], "low": []}
     seen = 0
     for start in range(tensor.start, tensor.stop, CHUNK):
-        values = decode(tensor.dtype, raw.read_at(start, min(CHUNK, tensor.stop - start)))
+        values = _as_used(tensor.dtype, raw.read_at(start, min(CHUNK, tensor.stop - start)))
         kinds = {"nan": np.isnan(values), "inf": np.isinf(values)}
         if not read.signed:
             kinds["low"] = np.isfinite(values) & (values <= 0)

@@ -44,7 +44,7 @@ def check(layer: Layer) -> Understood | None:
     plain = layer.whole_number("group_size", DEFAULT_GROUP) if group is not None else None
     if plain is not None and (k % 16 or k % plain or (16 % plain and plain % 16)):
         layer.fault("extra.w4a8.group", expected=_GROUP_MATHS, found=show(plain), inputs=str(k))
-    layer.nested_params({"group_size": plain, "convrot_groupsize": rotation})
+    layer.nested_params({"convrot": True, "group_size": plain, "convrot_groupsize": rotation})
     if not layer.sound or plain is None or rotation is None:
         return None
     layer.read("weight_s_channel", channel, reach=127.0)
@@ -130,8 +130,7 @@ def _shapes(layer: Layer, weight: TensorInfo, rel: TensorInfo, channel: TensorIn
 
 
 def _rotation(layer: Layer, k: int) -> int | None:
-    if layer.flag("convrot") is False and layer.setting("convrot") is False:
-        layer.fault("extra.convrot.unsupported", found="false", expected="asym_w4a8_int8 weights are always rotated")
+    layer.always_rotated("asym_w4a8_int8")
     value = layer.setting("convrot_groupsize", DEFAULT_ROTATION)
     if "convrot_groupsize" not in layer.conf and value == DEFAULT_ROTATION:
         layer.notes.append(f"no convrot_groupsize: {DEFAULT_ROTATION} assumed")

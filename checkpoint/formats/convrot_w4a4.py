@@ -54,13 +54,12 @@ def check(layer: Layer) -> Understood | None:
     linear_dtype = layer.setting("linear_dtype", "int4")
     if linear_dtype not in LINEAR_DTYPES:
         layer.fault("extra.w4a4.linear_dtype", expected='"int4" or "int8"', found=show(linear_dtype))
-    if layer.flag("convrot") is False and layer.setting("convrot") is False:
-        layer.fault("extra.convrot.unsupported", found="false", expected="convrot_w4a4 weights are always rotated")
+    layer.always_rotated("convrot_w4a4")
     if size is not None and len(weight.shape) == 2:
         k = 2 * weight.shape[1]
         if k % 64 or k % size:
             layer.fault("w4a4.input_size", expected=f"64 and of the rotation group {size}", found=str(k))
-    layer.nested_params({"convrot_groupsize": size, "linear_dtype": linear_dtype})
+    layer.nested_params({"convrot": True, "convrot_groupsize": size, "linear_dtype": linear_dtype})
     if not layer.sound or size is None:
         return None
     layer.read("weight_scale", scale, reach=8.0)

@@ -5,12 +5,13 @@ W[n, k] = f8(weight[n, k]) * weight_scale[n]       activations: static with inpu
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..dtypes import WIDE_FLOATS, count, decode
-from ..header import TensorInfo, read_tensor
+from ..header import HeaderError, TensorInfo, read_tensor
 from ..layer import Layer, Understood, look, typed
-from ..words import dims
+from ..words import clean, dims
 from .base import Format
 
 MAX_VALUE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -33,7 +34,7 @@ def _check(layer: Layer, name: str) -> Understood | None:
     given = layer.tensor("input_scale")
     if given is not None:
         _input_scale(layer, given)
-    if given is not None and layer.sound and layer.aliases and _is_one(given):
+    if given is not None and layer.sound and layer.aliases and _is_one(layer, given):
         layer.notes.append("scale_input 1: no activation scale")
         given = None
     layer.no_rotation("FP8")
@@ -88,9 +89,15 @@ def _input_scale(layer: Layer, given: TensorInfo) -> None:
         layer.remark("extra.fp8.scale_narrow", tensor="input_scale", expected="F32", found=given.dtype)
 
 
-def _is_one(scalar: TensorInfo) -> bool:
-    """Legacy files write an activation scale of exactly one for "none"."""
-    return bool(decode(scalar.dtype, read_tensor(scalar))[0] == 1.0)
+def _is_one(layer: Layer, scalar: TensorInfo) -> bool:
+    """Legacy files write an activation scale of exactly one for "none"; one that may not be read is not."""
+    if not layer.readable:
+        return False
+    try:
+        return bool(decode(scalar.dtype, read_tensor(scalar))[0] == 1.0)
+    except HeaderError as error:
+        layer.fault("extra.file.changed", file=clean(os.path.basename(scalar.path)), found=error.detail)
+        return False
 
 
 def check_e4m3(layer: Layer) -> Understood | None:

@@ -450,6 +450,10 @@ EXAMPLES = {
     "quanto.activations_type": (lambda t: quanto(t, {"a": {"weights": "qint8", "activations": None}}), sound_quanto),
     "quanto.missing_tensors": (lambda t: quanto(t, output_scale=None), sound_quanto),
     "quanto.dense_and_packed": (lambda t: quanto(t, weight=("BF16", [8, 16])), sound_quanto),
+    "extra.quanto.mixed": (
+        lambda t: quanto(t, **{"other.weight": ("I8", [8, 16])}),
+        lambda t: quanto(t, **{"other.weight": ("BF16", [8, 16])}),
+    ),
     "quanto.data": (lambda t: quanto(t, **{"weight._data": ("U8", [8, 16])}), sound_quanto),
     "quanto.scale": (lambda t: quanto(t, **{"weight._scale": ("BF16", [8])}), sound_quanto),
     "quanto.aux_scale": (lambda t: quanto(t, input_scale=("BF16", [1])), sound_quanto),
@@ -658,3 +662,83 @@ def test_rows_that_are_not_padded_have_a_bias_each(tools, tmp_path, made, declar
 def test_a_bias_of_a_plain_layer_is_the_models_business(tools, tmp_path):
     tensors = {**tools.layers.int8(), "b.weight": ("BF16", [4, 4]), "b.bias": ("BF16", [3])}
     assert check(tools.write(tmp_path / "m.safetensors", tensors, None, I8)).verdict == "ok"
+
+
+STRAYS = (
+    "a.weight_scale_inv",
+    "a.weight.scale",
+    "a.weight_scales",
+    "a.scale",
+    "a.scales",
+    "a.absmax",
+    "a.weight_zero_point",
+    "a.zero_point",
+)
+
+
+@pytest.mark.parametrize("rules", ["strict", "compatible"])
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_scale_by_any_other_name_is_not_lost(tools, tmp_path, name, rules):
+    """Beside a weight that is declared, one that is not, and one that no format here takes."""
+    scale = ("F32", [16, 1], tools.number("F32", 0.01) * 16)
+    for number, (tensors, markers) in enumerate(
+        (
+            ({**tools.layers.fp8(), name: scale}, FP8),
+            ({"a.weight": ("F8_E4M3", [16, 32]), name: scale}, None),
+            ({"a.weight": ("F8_E5M2", [16, 32]), name: scale}, None),
+        )
+    ):
+        report = check(tools.write(tmp_path / f"{number}.safetensors", tensors, None, markers), rules=rules)
+        assert ("extra.scale.orphan", "a", name) in {(f.rule, f.layer, f.tensor) for f in report.errors}, report.faults
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        ("experts.gate_up_proj", "experts.gate_up_proj_scale"),
+        ("experts.w13", "experts.w13_weight_scale"),
+        ("mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales"),
+        ("experts.w2_weight", "experts.w2_weight_scale_inv"),
+    ],
+)
+def test_scaled_weights_without_the_usual_name_are_refused(tools, tmp_path, weight, scale):
+    tensors = {weight: ("U8", [4, 16, 32]), scale: ("F32", [4, 16], tools.number("F32", 0.01) * 64)}
+    (fault,) = check(tools.write(tmp_path / "m.safetensors", tensors)).errors
+    assert (fault.rule, fault.layer, fault.tensor) == ("extra.scale.orphan", weight.removesuffix(".weight"), scale)
+
+
+def test_what_is_called_scale_beside_plain_weights_is_the_models_own(tools, tmp_path):
+    tensors = {
+        **tools.layers.int8(),
+        "norm.scale": ("BF16", [8]),
+        "query_norm.scale": ("F8_E5M2", [8]),
+        "b.weight": ("BF16", [8, 8]),
+        "b.scale": ("BF16", [8]),
+        "block.scale_shift_table": ("BF16", [6, 8]),
+        "logit_scale": ("F32", []),
+        "a.input_quantizer_scale": ("F32", []),
+    }
+    assert check(tools.write(tmp_path / "m.safetensors", tensors, None, I8)).verdict == "ok"
+
+
+@pytest.mark.parametrize("declared", [A4, A8], ids=["w4a4", "w4a8"])
+@pytest.mark.parametrize("said", [{"convrot": False}, {"convrot": 0}, {"params": {"convrot": False}}], ids=str)
+@pytest.mark.parametrize("rules", ["strict", "compatible"])
+def test_formats_that_are_always_rotated_cannot_be_declared_unrotated(tools, tmp_path, declared, said, rules):
+    tensors = tools.layers.w4a4() if declared is A4 else tools.layers.w4a8()
+    report = check(tools.write(tmp_path / "m.safetensors", tensors, None, with_keys(declared, **said)), rules=rules)
+    assert {fault.layer for fault in report.errors} == {"a"}
+
+
+def test_a_nested_null_is_as_good_as_nothing(tools, tmp_path):
+    for rules in ("strict", "compatible"):
+        for number, (tensors, declared) in enumerate(((tools.layers.int8(), I8), (tools.layers.mxfp8(), MX))):
+            nested = with_keys(declared, params={"convrot": None})
+            path = tools.write(tmp_path / f"{number}.safetensors", tensors, None, nested)
+            assert check(path, rules=rules).verdict == "ok"
+
+
+@pytest.mark.parametrize(("value", "rule"), [(1e-60, "extra.scale.not_positive"), (1e60, "extra.scale.nonfinite")])
+def test_a_64_bit_scale_is_judged_as_the_32_bit_number_that_is_used(tools, tmp_path, value, rule):
+    tensors = tools.layers.fp8(weight_scale=("F64", [], tools.number("F64", value)))
+    assert rule in {fault.rule for fault in check(tools.write(tmp_path / "m.safetensors", tensors, None, FP8)).errors}
