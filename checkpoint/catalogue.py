@@ -415,6 +415,14 @@ _ROWS: tuple[Rule, ...] = (
         of_absence=True,
     ),
     Rule(
+        "extra.layer.count",
+        "error",
+        "more layers than any model has",
+        "{found} layers are declared in {file}; expected {expected}.",
+        "No published model comes near this: the file is damaged or made to keep a program busy. " + REDOWNLOAD,
+        "Every declaration is judged and reported, which has to end in reasonable time.",
+    ),
+    Rule(
         "extra.scale.orphan",
         "error",
         "scales that nothing uses",
@@ -531,9 +539,10 @@ _ROWS: tuple[Rule, ...] = (
     Rule(
         "extra.fp8.scale_narrow",
         "warning",
-        "16-bit FP8 scales",
+        "FP8 scales that are not F32",
         "FP8 layer {layer} stores {tensor} as {found}; it is used as F32.",
-        REPAIR + " to store it as F32: other runtimes refuse 16-bit scales.",
+        "Nothing needs to be done here; other runtimes refuse such scales. `quant-loader repair` stores them as F32 "
+        "where that changes no value.",
         repairable=True,
     ),
     Rule(
@@ -956,6 +965,14 @@ _ROWS: tuple[Rule, ...] = (
         "Layer {layer} holds block scales that are no scales: {found}; expected {expected}.",
         "The file is damaged. " + REDOWNLOAD,
         "No quantiser writes a NaN or negative block scale; one NaN makes a whole picture black.",
+    ),
+    Rule(
+        "extra.deep.nonfinite",
+        "error",
+        "NaN or infinite numbers beside the weights",
+        "Layer {layer}: its {tensor} holds {found}; expected {expected}.",
+        "The file is damaged, or was made with an error. " + REDOWNLOAD + " If it is the same, get another version.",
+        "Biases and corrections are added to every output: one NaN makes a whole picture black.",
     ),
     Rule(
         "extra.deep.zeros",

@@ -141,7 +141,9 @@ class _Check:
         self._index()
         metadata = self.checkpoint.metadata
         if quanto.is_quanto(metadata):
-            specs, reads, used = quanto.check(metadata, self.tensors, self.findings, self.rename)
+            specs, reads, used = quanto.check(
+                metadata, self.checkpoint.headers[0].path, self.tensors, self.findings, self.rename
+            )
             self.specs.extend(specs)
             for read in reads:
                 self.reads.add(read)
@@ -342,6 +344,7 @@ class _Check:
             return None, None
         layer = Layer(prefix, declaration.conf, parts, self.findings, self.compatible, declaration.aliases, self.values)
         layer.notes.extend(declaration.notes)
+        layer.used.update(layer.aliases.get(suffix, suffix) for suffix in (*known.required, *known.optional))
         missing = [suffix for suffix in known.required if layer.tensor(suffix) is None]
         if missing:
             self._missing(layer, known, missing)
@@ -383,23 +386,28 @@ class _Check:
         )
 
     def _unknown_format(self, declaration: Declaration) -> None:
-        known = listing(list(FORMATS), limit=len(FORMATS))
         value = declaration.conf.get("format")
+        rule = "extra.format.absent" if value is None else "extra.format.unknown"
+        variant = conf(declaration.conf) if value is None else show(value)
+        if self.findings.counted(rule, variant):
+            self.findings.add(rule, layer=declaration.prefix, variant=variant)
+            return
+        known = listing(list(FORMATS), limit=len(FORMATS))
         if value is None:
             rotated = declaration.conf.get("convrot") is True
             self.findings.add(
                 "extra.format.absent",
                 layer=declaration.prefix,
                 expected=known,
-                found=conf(declaration.conf),
+                found=variant,
                 remedy="Set rules to compatible, which reads this dialect, or " + DECLARE[0].lower() + DECLARE[1:]
                 if rotated
                 else REEXPORT,
-                variant=conf(declaration.conf),
+                variant=variant,
             )
             return
         self.findings.add(
-            "extra.format.unknown", layer=declaration.prefix, expected=known, found=show(value), variant=show(value)
+            "extra.format.unknown", layer=declaration.prefix, expected=known, found=variant, variant=variant
         )
 
     def _collisions(self, declared: Declarations) -> None:

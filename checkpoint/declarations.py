@@ -23,6 +23,8 @@ METADATA_KEY = "_quantization_metadata"
 MAX_MARKER = 1 << 20
 MAX_MARKERS_TOTAL = 16 << 20
 MAX_DEPTH = 900
+MAX_LAYERS = 10_000
+"""Declared layers of one file. The largest models (mixtures of experts with a tensor for each) have about 6,000."""
 _MARKER_TYPES_THAT_CRASH = frozenset(
     {"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2"}
 )
@@ -110,6 +112,19 @@ def too_deep(value: Any) -> bool:
     return True
 
 
+def too_many(count: int, path: str, findings: Findings) -> bool:
+    """Whether a file declares more layers than are judged; recorded as a fault."""
+    if count <= MAX_LAYERS:
+        return False
+    findings.add(
+        "extra.layer.count",
+        file=clean(os.path.basename(path)),
+        expected=f"at most {MAX_LAYERS:,}",
+        found=f"{count:,}",
+    )
+    return True
+
+
 def has_big_integer(error: ValueError) -> bool:
     """Whether a JSON error is Python's limit on the digits of an integer (4,300), not bad JSON."""
     return not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) and "digits" in str(error)
@@ -130,14 +145,14 @@ def collect(checkpoint: Checkpoint, findings: Findings, *, compatible: bool) -> 
             flags.add(flag.lower())
         text = header.metadata.get(METADATA_KEY)
         if text is not None:
-            _metadata(text, where, out, findings, compatible)
+            _metadata(text, where, header.path, out, findings, compatible)
         budget = _markers(header, out, bad, findings, compatible, budget)
     out.global_mxfp8 = flags == {"mxfp8"}
     _report_bad_markers(bad, out, findings, checkpoint, compatible)
     return out
 
 
-def _metadata(text: str, where: str, out: Declarations, findings: Findings, compatible: bool) -> None:
+def _metadata(text: str, where: str, path: str, out: Declarations, findings: Findings, compatible: bool) -> None:
     duplicates = _DuplicateKeys()
     out.metadata_broken = True
     if text.count("{") + text.count("[") > MAX_CONTAINERS:  # braces can hide from the header's own limit as escapes
@@ -169,6 +184,9 @@ def _metadata(text: str, where: str, out: Declarations, findings: Findings, comp
             "meta.layers_not_object", found=show(layers) if "layers" in document else "nothing", expected="an object"
         )
         return
+    if too_many(len(layers), path, findings):
+        out.broken.update(layers)
+        return
     out.metadata_broken = False
     if duplicates.first is not None:
         findings.add("extra.meta.duplicate_key", found=show(duplicates.first))
@@ -188,7 +206,11 @@ def _markers(
     header: Header, out: Declarations, bad: list[_BadMarker], findings: Findings, compatible: bool, budget: int
 ) -> int:
     readable: list[TensorInfo] = []
-    for tensor in sorted([tensor for name, tensor in header.tensors.items() if name.endswith(MARKER)]):
+    markers = sorted([tensor for name, tensor in header.tensors.items() if name.endswith(MARKER)])
+    if too_many(len(markers), header.path, findings):
+        out.broken.update(tensor.name[: -len(MARKER)] for tensor in markers)
+        return budget
+    for tensor in markers:
         _, dtype, _, start, stop, _ = tensor
         size = stop - start
         if dtype in _MARKER_TYPES_THAT_CRASH or size > MAX_MARKER or size > budget:

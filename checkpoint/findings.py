@@ -24,6 +24,18 @@ class _Pile:
     fix: str
     count: int = 0
     layers: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Further tensors, where the faults are of no layer."""
+
+
+def _said_once(pile: _Pile) -> str:
+    """The message of a group: the first fault's, and how many more there are."""
+    if pile.count == 1:
+        return pile.message
+    rest = pile.count - 1 - len(pile.others)
+    if not pile.others:
+        return f"{pile.message} The same in {rest} more."
+    return f"{pile.message} The same in {', '.join(pile.others)}{f' and {rest} more' if rest else ''}."
 
 
 class Findings:
@@ -44,7 +56,9 @@ class Findings:
         """The same findings, to be added to independently."""
         twin = Findings()
         twin._faults = list(self._faults)
-        twin._piles = {key: replace(pile, layers=list(pile.layers)) for key, pile in self._piles.items()}
+        twin._piles = {
+            key: replace(pile, layers=list(pile.layers), others=list(pile.others)) for key, pile in self._piles.items()
+        }
         twin.incomplete = self.incomplete
         twin.dropped = self.dropped
         twin.faulty_layers = set(self.faulty_layers)
@@ -93,6 +107,8 @@ class Findings:
         pile.count += 1
         if layer is not None and len(pile.layers) < GROUP_NAMES and layer not in pile.layers:
             pile.layers.append(layer)
+        elif layer is None and tensor is not None and pile.count > 1 and len(pile.others) < GROUP_NAMES:
+            pile.others.append(clean(tensor))
         self._faults.append(
             Fault(
                 rule=rule,
@@ -136,7 +152,7 @@ class Findings:
                 pile.severity,
                 pile.count,
                 tuple(pile.layers),
-                pile.message if pile.count == 1 else f"{pile.message} The same in {pile.count - 1} more.",
+                _said_once(pile),
                 pile.fix,
             )
             for pile in piles

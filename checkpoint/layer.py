@@ -162,6 +162,8 @@ class Layer:
         number = plain_int(value, lenient=self.compatible)
         if number is None:
             self.fault("extra.value.type", found=show(value), expected="a whole number", setting=key)
+        elif isinstance(value, str):
+            self.dialect(f"{key} {show(value)} read as {number}", "number")
         return number
 
     def flag(self, key: str) -> bool | None:

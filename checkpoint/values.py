@@ -159,7 +159,11 @@ def _judge_alone(raw: RawFile, read: Read, findings: Findings) -> None:
             break
         low, high = min(low, smallest), max(high, largest)
     if np.isnan(low) or not (read.signed or read.exactly_one or low > 0.0):
-        _name_rows(raw, read, findings)
+        rule = "extra.scale.nonfinite" if np.isnan(low) else "extra.scale.not_positive"
+        if findings.counted(rule):
+            findings.add(rule, layer=read.layer)
+        else:
+            _name_rows(raw, read, findings)
     elif read.exactly_one:
         if not low == high == 1.0:
             findings.add(

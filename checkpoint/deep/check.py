@@ -14,6 +14,7 @@ from ..report import LayerSpec
 from ..words import clean
 from . import layout, nibbles, rotation
 from .decode import PACKED, Sample, take
+from .floats import check_floats
 from .ranges import check_codes
 from .scales import check_block_scales
 from .source import Source
@@ -28,8 +29,8 @@ def deep_check(
 ) -> None:
     """Look into the payload of layers that the header check found sound; adds ``extra.deep.*`` to ``findings``.
 
-    Reads the block scales in full, 512-byte probes all over the weights, and about 2**17 weights a layer. Never
-    raises for anything a file contains.
+    Reads block scales, biases and corrections in full, 512-byte probes all over the weights, and about 2**17 weights
+    a layer. Never raises for anything a file contains.
     """
     evidence = {name: nibbles.Evidence() for name in PACKED}
     done = 0
@@ -70,6 +71,7 @@ def _layer(
     evidence: dict[str, nibbles.Evidence],
     damaged: set[str],
 ) -> None:
+    check_floats(spec, source, findings)
     if spec.name in damaged or not check_block_scales(spec, source, findings):
         return
     sample = take(spec, source)

@@ -46,7 +46,10 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
             )
             return None
         return False
-    lossless = weight.dtype == "I8" and narrow(scale)
+    one = len(weight.shape) == 2 and scale.shape in ((1,), (1, 1))
+    rows = len(weight.shape) == 2 and scale.shape == (weight.shape[0],)
+    fits = one or rows or (len(weight.shape) == 2 and scale.shape in ((), (weight.shape[0], 1)))
+    lossless = weight.dtype == "I8" and narrow(scale) and fits
     if weight.dtype != "I8" or scale.dtype != "F32":
         if not (layer.compatible and lossless):
             layer.fault(
@@ -61,14 +64,14 @@ def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | N
                 repairable=lossless,
                 variant=f"{weight.dtype}/{scale.dtype}",
             )
-            return None
-        layer.dialect(f"{scale.dtype} scales read as F32", "scale dtype")
+            if weight.dtype != "I8" or fits:
+                return None
+        else:
+            layer.dialect(f"{scale.dtype} scales read as F32", "scale dtype")
         if scale.shape == () and len(weight.shape) == 2:
             return False
     if len(weight.shape) == 2 and scale.shape == (weight.shape[0], 1):
         return True
-    one = len(weight.shape) == 2 and scale.shape in ((1,), (1, 1))
-    rows = len(weight.shape) == 2 and scale.shape == (weight.shape[0],)
     if layer.compatible and (one or rows):
         layer.dialect(
             f"scale of shape {dims(scale.shape)} read as "

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..declarations import has_big_integer, too_deep
+from ..declarations import has_big_integer, too_deep, too_many
 from ..findings import Findings
 from ..header import TensorInfo
 from ..layer import Read, check_bias, look, typed
@@ -32,12 +32,13 @@ def is_quanto(metadata: Mapping[str, str]) -> bool:
 
 def check(
     metadata: Mapping[str, str],
+    path: str,
     tensors: Mapping[str, TensorInfo],
     findings: Findings,
     rename: Callable[[str], str],
 ) -> tuple[list[LayerSpec], list[Read], set[str]]:
     """The layers of a Quanto file, the scales to look at, and the tensors that its map uses."""
-    entries = _read_map(metadata, findings)
+    entries = _read_map(metadata, path, findings)
     used = {name for name in tensors if name.endswith((_DATA, _SCALE))}
     if entries is None:
         return [], [], used
@@ -74,7 +75,7 @@ def check(
     return specs, reads, used
 
 
-def _read_map(metadata: Mapping[str, str], findings: Findings) -> dict[str, dict[str, Any]] | None:
+def _read_map(metadata: Mapping[str, str], path: str, findings: Findings) -> dict[str, dict[str, Any]] | None:
     text = metadata.get("quantization_map_base64")
     if text is None:
         findings.add(
@@ -100,6 +101,8 @@ def _read_map(metadata: Mapping[str, str], findings: Findings) -> dict[str, dict
         return None
     if not isinstance(document, dict) or not document:
         findings.add("quanto.map_empty", found=show(document), expected="an object")
+        return None
+    if too_many(len(document), path, findings):
         return None
     bad = [prefix for prefix, entry in document.items() if not isinstance(entry, dict)]
     for prefix in bad:

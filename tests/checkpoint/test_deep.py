@@ -650,6 +650,24 @@ def with_byte(make, suffix, code, at=3):
     return example
 
 
+def with_floats(make, suffix, dtype, values):
+    """A layer with further floats beside its weight."""
+
+    def example(folder, rng):
+        tensors = make("a.linear", gaussian(rng))
+        tensors[f"a.linear.{suffix}"] = (dtype, values)
+        return save(folder / "model.safetensors", tensors)
+
+    return example
+
+
+def ones_but(value, shape=(N,), dtype=np.float32):
+    """Ones, with one other value somewhere."""
+    values = np.ones(shape, dtype)
+    values.flat[5] = value
+    return values
+
+
 def layer(make, *arguments, family=outliers, **settings):
     return lambda folder, rng: save(folder / "model.safetensors", make("a.linear", family(rng), *arguments, **settings))
 
@@ -691,6 +709,10 @@ def within(seconds):
 
 EXAMPLES = {
     "extra.deep.block_scale": (with_byte(nvfp4, "weight_scale", 0x7F), with_byte(nvfp4, "weight_scale", 0x7E)),
+    "extra.deep.nonfinite": (
+        with_floats(int8, "bias", "F16", ones_but(np.inf, dtype=np.float16)),
+        with_floats(int8, "bias", "F16", ones_but(65504, dtype=np.float16)),
+    ),
     "extra.deep.zeros": (zero_row(None), zero_row(1.0)),
     "extra.deep.zero_weight": (zero_layer(0.0003), zero_layer(1.0)),
     "extra.deep.code_nan": (with_byte(fp8, "weight", 0x7F), with_byte(fp8, "weight", 0x7E)),
@@ -715,6 +737,23 @@ def test_breaking_and_nearly_breaking(tmp_path, rng, rule):
     )
     assert rule in broken
     assert nearly == []
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "dtype", "values"),
+    [
+        (nvfp4, "bias", "BF16", ones_but(0x7FC0, dtype=np.uint16)),
+        (fp8, "bias", "F8_E4M3", ones_but(0x7F, dtype=np.uint8)),
+        (w4a4, "bias", "F32", ones_but(np.nan)),
+        (w4a8, "weight_correction", "F32", ones_but(np.nan, (K // 16, N))),
+    ],
+)
+def test_one_nan_beside_the_codes_is_named(tmp_path, rng, make, suffix, dtype, values):
+    path = with_floats(make, suffix, dtype, values)(tmp_path, rng)
+    assert check(path).verdict == "ok"
+    (fault,) = check(path, deep=True).errors
+    assert (fault.rule, fault.layer, fault.tensor) == ("extra.deep.nonfinite", "a.linear", suffix)
+    assert fault.found == f"1 NaN of {values.size} values"
 
 
 def test_every_rule_of_the_deep_check_has_examples():

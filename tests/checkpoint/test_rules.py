@@ -240,6 +240,10 @@ EXAMPLES = {
         lambda t: (t.layers.nvfp4(), FP4, {}),
     ),
     "extra.layer.missing_tensors": (lambda t: (PLAIN, MX, {}), lambda t: (PLAIN, FP8, {})),
+    "extra.layer.count": (
+        lambda t: (PLAIN, {}, meta({"layers": {f"l{i}": {} for i in range(10_001)}})),
+        lambda t: (PLAIN, {}, meta({"layers": {f"l{i}": {} for i in range(10_000)}})),
+    ),
     "extra.scale.orphan": (
         lambda t: (t.layers.int8(pre_quant_scale=("F32", [64])), I8, {}),
         lambda t: (t.layers.nvfp4(pre_quant_scale=("F32", [64])), FP4, {}),
@@ -742,3 +746,55 @@ def test_a_nested_null_is_as_good_as_nothing(tools, tmp_path):
 def test_a_64_bit_scale_is_judged_as_the_32_bit_number_that_is_used(tools, tmp_path, value, rule):
     tensors = tools.layers.fp8(weight_scale=("F64", [], tools.number("F64", value)))
     assert rule in {fault.rule for fault in check(tools.write(tmp_path / "m.safetensors", tensors, None, FP8)).errors}
+
+
+def test_the_layers_of_a_file_are_counted_before_they_are_judged(tools, tmp_path):
+    """Markers and Quanto maps as well; what is not judged is not called undeclared."""
+    many = {f"l{i}": {"weights": "qint8", "activations": "none"} for i in range(10_001)}
+    markers = tools.write(
+        tmp_path / "markers.safetensors",
+        {
+            f"{name}.{part}": held
+            for name in many
+            for part, held in (("weight", ("I8", [1, 4])), ("bias", ("F32", [1])))
+        },
+        None,
+        {key: {"format": "int8_tensorwise"} for key in many},
+    )
+    mapped = tools.write(tmp_path / "map.safetensors", tools.layers.quanto(), tools.quanto_metadata(many))
+    for path in (markers, mapped):
+        (fault,) = check(path).errors
+        assert (fault.rule, fault.expected, fault.found) == ("extra.layer.count", "at most 10,000", "10,001")
+
+
+def test_the_names_of_tensors_are_said_in_a_group_without_layers(tools, tmp_path):
+    for shard in (1, 2):
+        tensors = {f"norm{i}.weight": ("BF16", [4]) for i in range(6)}
+        tools.write(tmp_path / f"m-0000{shard}-of-00002.safetensors", tensors)
+    (group,) = check(tmp_path / "m-00001-of-00002.safetensors").groups
+    assert group.count == 6
+    assert group.message.endswith("The same in norm1.weight, norm2.weight, norm3.weight and 2 more.")
+
+
+def test_optional_tensors_are_no_orphans_of_a_faulty_layer(tools, tmp_path):
+    tensors = tools.layers.nvfp4(weight=("U8", [128, 8, 4]), pre_quant_scale=("F32", [64]), input_scale=("F32", []))
+    assert {fault.rule for fault in check(tools.write(tmp_path / "m.safetensors", tensors, None, FP4)).faults} == {
+        "nvfp4.rank"
+    }
+
+
+def test_a_scale_of_wrong_type_and_shape_has_both_faults_and_no_repair(tools, tmp_path):
+    tensors = tools.layers.int8(weight_scale=("F16", [9, 1]))
+    faults = check(tools.write(tmp_path / "m.safetensors", tensors, None, I8)).errors
+    assert [fault.rule for fault in faults] == ["int8.dtype", "int8.rowwise.shapes"]
+    assert not any(fault.repairable for fault in faults)
+
+
+def test_a_number_written_as_text_is_said_to_be_understood(tools, tmp_path):
+    declared = with_keys(A4, convrot_groupsize="256")
+    path = tools.write(tmp_path / "m.safetensors", tools.layers.w4a4(), None, declared)
+    report = check(path, rules="compatible")
+    assert report.verdict == "ok"
+    assert [(fault.rule, fault.found) for fault in report.faults] == [
+        ("extra.dialect", 'convrot_groupsize "256" read as 256')
+    ]
