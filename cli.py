@@ -72,18 +72,11 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         "--one", action="store_true", help="the files are parts of one checkpoint, not checkpoints of their own"
     )
     commands.check_arguments(parser)
-    if _has_deep_check():
-        parser.add_argument(
-            "--deep",
-            action="store_true",
-            help="also read block scales and samples of the weights (about 10 ms of processor time a layer)",
-        )
-
-
-def _has_deep_check() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(f"{__package__}.checkpoint.deep") is not None
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="also read block scales, biases and samples of the weights (about 10 ms of processor time a layer)",
+    )
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -101,7 +94,7 @@ def _check(arguments: argparse.Namespace) -> int:
             room = shutil.get_terminal_size((100, 24)).columns - 16
             name = _printable(clean(os.path.basename(commands.shown(paths)[0]), max(room, 16)))
             print(f"\r\033[K[{number}/{len(requests)}] {name}", end="", file=sys.stderr, flush=True)
-        report = commands.report_on(paths, arguments.rules or "strict", getattr(arguments, "deep", False))
+        report = commands.report_on(paths, arguments.rules or "strict", arguments.deep)
         if sys.stderr.isatty() and len(requests) > 1 and not arguments.json:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         worst = max(worst, exit_code(report))
