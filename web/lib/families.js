@@ -13,7 +13,7 @@ const FAMILIES = [
   [/(dtype|_type|scale_narrow)$/, "dtype"],
   [/(shapes?|\.rank|\.layout|\.data|\.empty)$/, "shape"],
   [/scale|codebook$|correction$|aux_not_one$/, "scale"],
-  [/^(crash\.|extra\.)?(meta|marker|format|params|value|flag|quanto)\b/, "declaration"],
+  [/^(crash\.|extra\.)?(meta|marker|format|params|value|flag|quanto|layer\.count)\b/, "declaration"],
 ];
 
 /** The family of a rule id; null for one that none of them names. */
