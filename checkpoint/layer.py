@@ -197,14 +197,22 @@ class Layer:
                 expected=f"{format_name} weights are always rotated",
             )
 
+    def is_matrix(self, rule: str, weight: TensorInfo) -> bool:
+        """Whether the weight has two dimensions; otherwise a fault of this rule that says what it probably is."""
+        if len(weight.shape) == 2:
+            return True
+        self.fault(rule, tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape))
+        return False
+
     def no_rotation(self, format_name: str) -> None:
-        """Formats without rotation must not claim one."""
+        """Formats without rotation must not claim one, in nested ``params`` neither."""
         if self.setting("convrot"):
             self.fault(
                 "extra.convrot.unsupported",
                 found=show(self.setting("convrot")),
                 expected=f"{format_name} weights are never rotated",
             )
+        self.nested_params({"convrot": False})
 
 
 def same(a: Any, b: Any) -> bool:

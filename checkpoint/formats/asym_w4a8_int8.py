@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ..catalogue import REEXPORT, REPAIR
 from ..header import TensorInfo
-from ..layer import Layer, Understood, coerced_int, is_power_of_four, look, narrow, typed
+from ..layer import Layer, Understood, coerced_int, is_power_of_four, narrow, typed
 from ..words import dims, show
 from .base import Format
 
@@ -26,10 +26,7 @@ def check(layer: Layer) -> Understood | None:
     weight, rel, channel = layer.need("weight"), layer.need("weight_s_rel"), layer.need("weight_s_channel")
     group = _group_size(layer)
     _dtypes(layer, weight, rel, channel)
-    if len(weight.shape) != 2:
-        layer.fault(
-            "w4a8.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape)
-        )
+    if not layer.is_matrix("w4a8.rank", weight):
         return None
     n, k = weight.shape[0], 2 * weight.shape[1]
     codebook, correction = layer.tensor("weight_codebook"), layer.tensor("weight_correction")

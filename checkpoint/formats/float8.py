@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dtypes import WIDE_FLOATS, count, decode
 from ..header import HeaderError, TensorInfo, read_tensor
-from ..layer import Layer, Understood, look, typed
+from ..layer import Layer, Understood, typed
 from ..words import clean, dims
 from .base import Format
 
@@ -22,15 +22,8 @@ def _check(layer: Layer, name: str) -> Understood | None:
     weight, scale = layer.need("weight"), layer.need("weight_scale")
     if weight.dtype != _DTYPE[name]:
         layer.fault("extra.fp8.dtype", tensor=weight.name, expected=_DTYPE[name], found=weight.dtype)
-    if len(weight.shape) != 2:
-        layer.fault(
-            "extra.fp8.rank",
-            tensor=weight.name,
-            expected="2 dimensions",
-            found=dims(weight.shape),
-            look=look(weight.shape),
-        )
-    rowwise = _scale(layer, "weight_scale", scale, rows=weight.shape[0] if len(weight.shape) == 2 else 0)
+    rows = weight.shape[0] if layer.is_matrix("extra.fp8.rank", weight) else 0
+    rowwise = _scale(layer, "weight_scale", scale, rows)
     given = layer.tensor("input_scale")
     if given is not None:
         _input_scale(layer, given)
@@ -39,7 +32,6 @@ def _check(layer: Layer, name: str) -> Understood | None:
         given = None
     layer.no_rotation("FP8")
     full_precision = layer.full_precision()
-    layer.nested_params({"convrot": False})
     if not layer.sound:
         return None
     layer.read("weight_scale", scale, reach=MAX_VALUE[name])

@@ -36,16 +36,7 @@ def check(layer: Layer) -> Understood | None:
 def _scale_kind(layer: Layer, weight: TensorInfo, scale: TensorInfo) -> bool | None:
     """True for a row scale, False for one scale; None after a fault."""
     if weight.dtype == "I8" and scale.dtype == "F32" and scale.shape == ():
-        if len(weight.shape) != 2:
-            layer.fault(
-                "int8.scalar.rank",
-                tensor=weight.name,
-                expected="2 dimensions",
-                found=dims(weight.shape),
-                look=look(weight.shape),
-            )
-            return None
-        return False
+        return False if layer.is_matrix("int8.scalar.rank", weight) else None
     one = len(weight.shape) == 2 and scale.shape in ((1,), (1, 1))
     rows = len(weight.shape) == 2 and scale.shape == (weight.shape[0],)
     fits = one or rows or (len(weight.shape) == 2 and scale.shape in ((), (weight.shape[0], 1)))

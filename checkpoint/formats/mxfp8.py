@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..header import TensorInfo
-from ..layer import Layer, Understood, look, padded, typed
+from ..layer import Layer, Understood, padded, typed
 from ..words import dims
 from .base import Format
 
@@ -26,14 +26,7 @@ def check(layer: Layer) -> Understood | None:
             expected="F8_E4M3 weights and U8 or F8_E8M0 block scales",
             found=f"{weight.dtype} and {scale.dtype}",
         )
-    if len(weight.shape) != 2:
-        layer.fault(
-            "extra.mxfp8.rank",
-            tensor=weight.name,
-            expected="2 dimensions",
-            found=dims(weight.shape),
-            look=look(weight.shape),
-        )
+    if not layer.is_matrix("extra.mxfp8.rank", weight):
         return None
     n, k = weight.shape
     exact, tiled = (n, k // BLOCK), (padded(n, 128), padded(k // BLOCK, 4))
@@ -48,7 +41,6 @@ def check(layer: Layer) -> Understood | None:
         layer.fault("extra.mxfp8.scale_layout", tensor=scale.name, expected=dims(tiled), found=dims(scale.shape))
     layer.no_rotation("MXFP8")
     full_precision = layer.full_precision()
-    layer.nested_params({"convrot": False})
     if not layer.sound:
         return None
     annotations: dict[str, Any] = {"full_precision_matrix_mult": full_precision}

@@ -13,7 +13,7 @@ from typing import Any
 from ..catalogue import REEXPORT, REPAIR
 from ..dtypes import WIDE_FLOATS, count
 from ..header import TensorInfo
-from ..layer import Layer, Understood, look, padded, typed
+from ..layer import Layer, Understood, padded, typed
 from ..words import dims
 from .base import Format
 
@@ -40,10 +40,7 @@ def check(layer: Layer) -> Understood | None:
                 repairable=as_bytes,
             )
     _global_scale(layer, scale_2)
-    if len(weight.shape) != 2:
-        layer.fault(
-            "nvfp4.rank", tensor=weight.name, expected="2 dimensions", found=dims(weight.shape), look=look(weight.shape)
-        )
+    if not layer.is_matrix("nvfp4.rank", weight):
         return None
     n, k = weight.shape[0], 2 * weight.shape[1]
     _block_scales(layer, n, k, scale, weight)
@@ -55,7 +52,6 @@ def check(layer: Layer) -> Understood | None:
         layer.fault("extra.nvfp4.input_scale", tensor=given.name, expected="one float value", found=typed(given))
     layer.no_rotation("nvfp4")
     full_precision = layer.full_precision()
-    layer.nested_params({"convrot": False})
     if not layer.sound:
         return None
     layer.read("weight_scale_2", scale_2, reach=_E2M1_MAX * _E4M3_MAX)
