@@ -77,7 +77,8 @@ def _run(
         from .deep import deep_check
 
         deep_check(checkpoint, run.specs, findings)
-    if rules == "strict" and findings.refused and not loading.refused and not findings.dropped:
+    hopeless = findings.dropped or findings.has("extra.layer.count")
+    if rules == "strict" and findings.refused and not loading.refused and not hopeless:
         other = _Check(checkpoint, loading.copy(), True, _renamer(rename), values)
         other.everything()
         if not other.findings.refused:
