@@ -13,7 +13,7 @@ from typing import Any
 from .catalogue import REDOWNLOAD, REEXPORT
 from .files import Checkpoint
 from .findings import Findings
-from .header import MAX_CONTAINERS, Header, HeaderError, TensorInfo, open_raw
+from .header import MAX_CONTAINERS, Header, HeaderError, TensorInfo, open_again
 from .layer import same
 from .report import DeclaredBy
 from .words import clean, conf, show
@@ -221,13 +221,10 @@ def _markers(
     if not readable:
         return budget
     try:
-        with open_raw(header.path) as raw:
-            if raw.stamp != header.stamp:
-                raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+        with open_again(header.path, header.stamp) as raw:
             contents = raw.read_spans([(tensor.start, tensor.stop) for tensor in readable])
     except HeaderError as error:
-        rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
-        findings.add(rule, file=clean(os.path.basename(header.path)), found=error.detail)
+        findings.add_unreadable(header.path, error)
         return budget
     parsed = {data: _parse_marker(data) for data in set(contents)}
     sound = {data: result[0] for data, result in parsed.items() if isinstance(result[0], dict) and result[1] is None}

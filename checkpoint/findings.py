@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 
 from .catalogue import RULES
+from .header import HeaderError
 from .report import Fault, Group, Severity
 from .words import clean, name_of
 
@@ -122,6 +124,11 @@ class Findings:
                 repairable=row.repairable if repairable is None else repairable,
             )
         )
+
+    def add_unreadable(self, path: str, error: HeaderError) -> None:
+        """Record that a file cannot be read any more though its header was sound."""
+        rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
+        self.add(rule, file=clean(os.path.basename(path)), found=error.detail)
 
     def has(self, *rules: str) -> bool:
         """Whether any of these rules was broken."""

@@ -219,6 +219,15 @@ def open_raw(path: str) -> Iterator[RawFile]:
         os.close(fd)
 
 
+@contextmanager
+def open_again(path: str, stamp: Stamp) -> Iterator[RawFile]:
+    """As :func:`open_raw`, for a file that must still be the one whose header was read."""
+    with open_raw(path) as raw:
+        if raw.stamp != stamp:
+            raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+        yield raw
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read and validate the header of one safetensors file.
 

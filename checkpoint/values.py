@@ -6,7 +6,6 @@ something wrong in it is taken apart tensor by tensor.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -15,9 +14,8 @@ import numpy as np
 from .dtypes import BITS, FLOATS, Floats, decode
 from .files import Checkpoint
 from .findings import Findings
-from .header import Header, HeaderError, RawFile, TensorInfo, open_raw
+from .header import Header, HeaderError, RawFile, TensorInfo, open_again
 from .layer import Read
-from .words import clean
 
 IMPLAUSIBLE = 1000.0
 """No known network has a weight of this magnitude."""
@@ -98,14 +96,11 @@ def _judge_file(header: Header, batches: list[Batch], buffer: memoryview, findin
     if not any(batch.tensors for batch in batches):
         return
     try:
-        with open_raw(header.path) as raw:
-            if raw.stamp != header.stamp:
-                raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+        with open_again(header.path, header.stamp) as raw:
             for batch in batches:
                 _judge_batch(raw, batch, buffer, findings)
     except HeaderError as error:
-        rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
-        findings.add(rule, file=clean(os.path.basename(header.path)), found=error.detail)
+        findings.add_unreadable(header.path, error)
 
 
 def _judge_batch(raw: RawFile, batch: Batch, buffer: memoryview, findings: Findings) -> None:

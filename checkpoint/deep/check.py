@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ from ..files import Checkpoint
 from ..findings import Findings
 from ..header import HeaderError
 from ..report import LayerSpec
-from ..words import clean
 from . import layout, nibbles, rotation
 from .decode import PACKED, Sample, take
 from .floats import check_floats
@@ -44,18 +42,13 @@ def deep_check(
                 _layer(spec, source, findings, witnesses, evidence, damaged)
                 done += 1
         except HeaderError as error:
-            rule = "extra.file.changed" if error.rule == "crash.file" else error.rule
-            findings.add(rule, file=_names(checkpoint), found=error.detail)
+            findings.add_unreadable(checkpoint.paths[0], error)
             return
     for name, found in evidence.items():
         if found.contradicts:
             _nibble_order(name, found, findings)
     if done < len(specs):
         findings.add("extra.deep.partial", found=f"{done} of {len(specs)}", expected=f"{seconds:g} seconds")
-
-
-def _names(checkpoint: Checkpoint) -> str:
-    return clean(os.path.basename(checkpoint.paths[0])) if checkpoint.paths else ""
 
 
 def _spread(specs: Sequence[LayerSpec]) -> list[LayerSpec]:

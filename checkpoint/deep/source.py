@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files import Checkpoint
-from ..header import HeaderError, RawFile, TensorInfo, open_raw
+from ..header import RawFile, TensorInfo, open_again
 
 Bytes = npt.NDArray[np.uint8]
 Matrix = npt.NDArray[np.float32]
@@ -52,10 +52,7 @@ class Source:
                 oldest = next(iter(self._open))
                 self._open.pop(oldest)[0].close()
             stack = ExitStack()
-            raw = stack.enter_context(open_raw(path))
-            self._open[path] = (stack, raw)
-            if raw.stamp != self._stamps[path]:
-                raise HeaderError("extra.file.changed", "its size or date is not what it was a moment ago")
+            self._open[path] = (stack, stack.enter_context(open_again(path, self._stamps[path])))
         return self._open[path][1]
 
     def at(self, path: str, offset: int, size: int) -> Bytes:
