@@ -1088,7 +1088,8 @@ _ROWS: tuple[Rule, ...] = (
         "extra.storage.plain",
         "notice",
         "8-bit floats used as plain storage",
-        "{found} weights are stored as 8-bit floats without any scale: plain storage, loaded as the stock loader does.",
+        "Weights stored as 8-bit floats without any scale: {found}. This is plain storage, loaded as the stock loader "
+        "does.",
         "Nothing needs to be done.",
     ),
     Rule(

@@ -221,27 +221,27 @@ class _Check:
         headers = self.checkpoint.headers
         if len(headers) < 2:
             return
-        first: dict[str, str] = {}
+        first: dict[str, TensorInfo] = {}
         for header in headers:
             for name, tensor in header.tensors.items():
-                if name not in first:
-                    first[name] = header.path
+                earlier = first.setdefault(name, tensor)
+                if earlier is tensor:
                     continue
-                where = f"{clean(os.path.basename(first[name]))} and {clean(os.path.basename(header.path))}"
-                if name.endswith(MARKER) and tensor.nbytes == self._defined_in(first[name], name).nbytes:
+                where = f"{clean(os.path.basename(earlier.path))} and {clean(os.path.basename(tensor.path))}"
+                if name.endswith(MARKER) and tensor.nbytes == earlier.nbytes:
                     self.findings.add(
                         "extra.shards.repeated_marker", layer=name[: -len(MARKER)], tensor=name, found=where
                     )
                 else:
                     self.findings.add("extra.shards.duplicate_tensor", tensor=name, found=where)
 
-    def _defined_in(self, path: str, name: str) -> TensorInfo:
-        return next(header.tensors[name] for header in self.checkpoint.headers if header.path == path)
-
     def _global_mxfp8(self, marked: Mapping[str, TensorInfo], declared: Declarations) -> None:
         """``quant_format: mxfp8`` in the metadata declares every 8-bit weight of the file."""
         for prefix in sorted(marked):
             weight, scale = marked[prefix], self.tensors.get(f"{prefix}.weight_scale")
+            if scale is None and self.findings.incomplete:  # it may lie in the file that is missing
+                declared.broken.add(prefix)
+                continue
             wrong = mxfp8.global_layout_fault(weight, scale)
             written_by_kitchen = wrong is not None and mxfp8.is_padded_layout(weight, scale)
             if wrong is not None and not (self.compatible and written_by_kitchen):

@@ -91,6 +91,13 @@ def test_what_may_lie_in_another_shard_is_not_called_missing(tmp_path, tools, sp
     )
 
 
+def test_half_an_mxfp8_model_is_one_fault(tmp_path, tools):
+    path = tools.write(
+        tmp_path / "m-00001-of-00002.safetensors", tools.layers.mxfp8(weight_scale=None), {"quant_format": "mxfp8"}
+    )
+    assert [fault.rule for fault in check(path).faults] == ["extra.shards.missing"]
+
+
 @pytest.mark.parametrize("present", ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"])
 def test_half_a_quanto_model_is_one_fault(tmp_path, tools, present):
     entries = {"a": {"weights": "qint8", "activations": "none"}}
