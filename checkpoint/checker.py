@@ -355,8 +355,9 @@ class _Check:
         if 0 in weight.shape:
             layer.fault("extra.shape.empty", tensor=weight.name, expected="at least (1, 1)", found=dims(weight.shape))
         understood = known.check(layer)
-        if understood is not None and layer.sound:
-            check_bias(layer.tensor("bias"), understood.shape, known.row_multiple, layer.fault)
+        if len(weight.shape) == 2 and 0 not in weight.shape:
+            n, k = understood.shape if understood is not None else weight.shape
+            check_bias(layer.tensor("bias"), (n, k), known.row_multiple, layer.fault)
         return layer, understood if layer.sound else None
 
     def _missing(self, layer: Layer, known: Format, missing: list[str]) -> None:

@@ -654,6 +654,12 @@ def test_a_quanto_bias_has_one_number_a_row(tools, tmp_path):
     assert "transposed" in fault.message
 
 
+def test_a_bias_is_judged_beside_other_faults(tools, tmp_path):
+    tensors = tools.layers.int8(weight_scale=("BF16", [8, 1]), bias=("F32", [9]))
+    report = check(tools.write(tmp_path / "m.safetensors", tensors, None, I8))
+    assert {fault.rule for fault in report.errors} == {"int8.dtype", "extra.bias.shape"}
+
+
 @pytest.mark.parametrize(("made", "declared", "n"), [("nvfp4", FP4, 120), ("mxfp8", MX, 112)])
 def test_rows_that_are_not_padded_have_a_bias_each(tools, tmp_path, made, declared, n):
     """A bias that is longer than the weight tells that rows are lost, however small the difference."""
