@@ -560,6 +560,9 @@ def _weights() -> Iterator[Case]:
         yield Case(f"{base}-weight-bf16", base, "codes as BF16", cast("weight", torch.bfloat16))
     yield Case("int8_scalar-weight-transposed", "int8_scalar", "weight transposed", shaped("weight", torch.t))
     yield Case("fp8-weight-short", "fp8", "weight a row short", shaped("weight", lambda w: w[:-1]))
+    for base in ("int8_row", "fp8", "nvfp4", "convrot_w4a4"):
+        yield Case(f"{base}-bias-short", base, "the bias of fewer rows", shaped("bias", lambda b: b[:-64]))
+        yield Case(f"{base}-bias-codes", base, "the bias as I8", cast("bias", torch.int8))
     for base in ("int8_scalar", "fp8"):
         half = shaped("weight", lambda w: w[:, :128])
         yield Case(f"{base}-weight-half", base, "half the columns", half, "model")
@@ -620,12 +623,13 @@ def _rotation() -> Iterator[Case]:
 
 
 def _values() -> Iterator[Case]:
-    """Damage to values that only a look at the weights and block scales can see, or nothing can."""
+    """Damage to values that only a look at weights, biases and block scales can see, or nothing can."""
     yield Case("nvfp4-row-by-row", "nvfp4", "block scales not in tiles", row_by_row, "deep", layer=None)
     yield Case("mxfp8-row-by-row", "mxfp8", "block scales not in tiles", row_by_row, "deep", layer=None)
     yield Case("nvfp4-block-nan", "nvfp4", "NaN among the block scales", byte("weight_scale", 0x7F), "deep")
     yield Case("nvfp4-block-negative", "nvfp4", "negative block scales", sign_bits("weight_scale"), "deep")
     yield Case("mxfp8-block-nan", "mxfp8", "NaN among the block scales", byte("weight_scale", 0xFF), "deep")
+    yield Case("fp8-bias-nan", "fp8", "NaN in the bias", value("bias", math.nan), "deep")
     yield Case("int8_row-hole", "int8_row", "128 KiB of zeros in the weight", hole, "deep", layer=WIDE)
     yield Case("fp8-hole", "fp8", "128 KiB of zeros in the weight", hole, "deep", layer=WIDE)
     yield Case("nvfp4-nibbles", "nvfp4", "the two codes of a byte exchanged", other_nibbles, "none", layer=None)
