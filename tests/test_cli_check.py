@@ -162,6 +162,24 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, monkeypatch, capsys, colum
     assert "and 3 more." in shown
 
 
+def test_progress_stays_on_its_line_and_is_printable(good, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    evil = write(tmp_path / ("\033[2J" + "x" * 200 + ".safetensors"))
+    assert main(["check", good, evil]) == 0
+    shown = [text for text in terminal.getvalue().split("\r\033[K") if text]
+    assert shown[0] == "[1/2] good.safetensors"
+    assert shown[1].startswith("[2/2] ?[2J")
+    assert shown[1].endswith(".safetensors")
+    assert len(shown) == 2
+    assert len(shown[1]) < 60
+
+
 def test_the_installed_command(good):
     command = Path(sys.executable).with_name("quant-loader")
     if not command.exists():
