@@ -31,8 +31,14 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "comfy.model_detection": ("model_config_from_unet", "unet_prefix_from_state_dict"),
     "comfy.utils": ("load_torch_file", "get_attr", "set_attr", "ProgressBar"),
     "comfy.lora": ("calculate_weight",),
-    "comfy.weight_adapter": ("LoRAAdapter",),
-    "comfy.model_management": ("get_torch_device", "module_size", "throw_exception_if_processing_interrupted"),
+    "comfy.weight_adapter": ("LoRAAdapter", "WeightAdapterBase"),
+    "comfy.model_management": (
+        "get_torch_device",
+        "load_models_gpu",
+        "module_size",
+        "text_encoder_offload_device",
+        "throw_exception_if_processing_interrupted",
+    ),
 }
 
 
