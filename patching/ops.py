@@ -17,7 +17,7 @@ import comfy.ops
 import torch
 
 from ..checkpoint import LayerSpec
-from ..kernels import FORMATS, DeviceFacts, Mode, device_facts, embedding, prepare
+from ..kernels import FORMATS, DeviceFacts, Mode, Plan, PreparedLinear, device_facts, embedding, plan
 from . import guard
 from .errors import ModelMismatch
 from .packed import LAYOUT, LayerKey, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
@@ -60,12 +60,16 @@ class LoadContext:
     mismatches: dict[LayerKey, str] = field(default_factory=dict)
     incomplete: bool = False
     _facts: dict[torch.device, DeviceFacts] = field(default_factory=dict)
+    _plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
-    def facts(self, device: torch.device) -> DeviceFacts:
-        """What is known about a device, asked once a load and not once a layer."""
+    def plan(self, spec: LayerSpec, device: torch.device) -> Plan:
+        """What runs a layer on a device: decided once for all layers of one kind."""
         if device not in self._facts:
             self._facts[device] = device_facts(device)
-        return self._facts[device]
+        key = (device, spec.format, spec.shape, *sorted(spec.annotations.items()))
+        if key not in self._plans:
+            self._plans[key] = plan(spec, self._facts[device], self.execution)
+        return self._plans[key]
 
     def note(self, module: torch.nn.Module, prefix: str, names: Sequence[str], state_dict: Mapping[str, Any]) -> None:
         """Keep with ``module`` which of its parameters ``names`` are in the file."""
@@ -120,7 +124,7 @@ class _Packable:
         params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=self.module_dtype)
         self.weight = parameter(type(weight)(weight._qdata, LAYOUT, params))
         # The kernels cut and pad what the file stores beyond the model's own shape.
-        self.spec = dataclasses.replace(declaration.spec(), shape=(module_shape[0], module_shape[1]))
+        self.spec = declaration.spec((module_shape[0], module_shape[1]))
         self.context.consumed.add(declaration.key)
 
     @property
@@ -145,7 +149,7 @@ class _Packable:
         weight = carried(self.weight, device)
         self.weight = parameter(weight)
         assert self.spec is not None
-        self.spec = dataclasses.replace(weight._params.declaration.spec(), shape=self.spec.shape)
+        self.spec = weight._params.declaration.spec(self.spec.shape)
         self._operators.clear()
 
     def operator(self, device: torch.device) -> Any:
@@ -154,8 +158,7 @@ class _Packable:
         found = self._operators.get(key)
         if found is None:
             assert self.spec is not None
-            found = prepare(self.spec, self.context.facts(device), self.context.execution)
-            self._operators[key] = found
+            found = self._operators[key] = PreparedLinear(self.spec, self.context.plan(self.spec, device))
         return found
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -107,12 +107,12 @@ class Declaration:
         files = self.source.files if self.source is not None else ()
         return (files[0].path if files else "", self.name)
 
-    def spec(self) -> LayerSpec:
-        """The layer as the kernels want it."""
+    def spec(self, shape: tuple[int, int] | None = None) -> LayerSpec:
+        """The layer as the kernels want it. ``shape``: the model's own, where the file stores more (padding)."""
         return LayerSpec(
             name=self.name,
             format=self.format,
-            shape=self.shape,
+            shape=self.shape if shape is None else shape,
             declared_by=self.declared_by,  # type: ignore[arg-type]
             annotations=dict(self.annotations),
         )
