@@ -259,8 +259,8 @@ def read_from_disk() -> int | None:
     return int(next(line for line in text.splitlines() if line.startswith("read_bytes:")).split()[1])
 
 
-def one_load(side: str, path: Path) -> dict[str, object]:
-    """Loads twice and says what each cost; the second without what only the first load of a process does."""
+def one_load(side: str, path: Path, twice: bool) -> dict[str, object]:
+    """Loads and says what it cost; then ``twice`` for the cost without what only the first load of a process does."""
     prepare_comfyui(path.parent)
     import comfy.model_management
     import torch
@@ -295,6 +295,8 @@ def one_load(side: str, path: Path) -> dict[str, object]:
         "weight_bytes": held,
         "device_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }
+    if not twice:
+        return answer
     comfy.model_management.unload_all_models()
     del patcher
     gc.collect()
@@ -367,7 +369,7 @@ def loads_of(in_child: InChild, path: Path, fmt: str, repeats: int, cold_repeats
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 if state == "cold":
                     counted = drop_pages(path)
-                answers[side].append(child("--one", side))
+                answers[side].append(child("--one" if state == "cold" else "--twice", side))
         found[state] = answers if counted else {side: [] for side in SIDES}
         if found[state]["ours"]:
             costs = ((s, median(answers[s], "seconds"), median(answers[s], "peak_bytes") / 1e9) for s in SIDES)
@@ -393,7 +395,7 @@ def table(found: dict[str, Any]) -> Table:
                 continue
             row: list[Cell] = [fmt, one["size"] / 1e9, state]
             row += [median(answers[side], "seconds") for side in SIDES]
-            row += [ratio(answers, "seconds"), ratio(answers, "again_seconds")]
+            row += [ratio(answers, "seconds"), ratio(answers, "again_seconds") if state == "warm" else None]
             for key in ("peak_bytes", "device_bytes") if device else ("peak_bytes",):
                 row += [*(median(answers[side], key) / 1e9 for side in SIDES), ratio(answers, key)]
             rows.append(row)
@@ -485,11 +487,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[], help=", ".join(FORMATS))
     parser.add_argument("--repeats", type=int, default=0, help="warm loads a side")
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--twice", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--verify", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.one or options.verify:
-        answer = one_load(options.one, options.path) if options.one else errors_of(options.verify, options.path)
+    side = options.one or options.twice or options.verify
+    if side:
+        answer = errors_of(side, options.path) if options.verify else one_load(side, options.path, bool(options.twice))
         print(json.dumps(answer))
         return 0
     return common.finish(lambda: run(options.quick, options.formats, options.repeats), options)

@@ -51,12 +51,16 @@ def read(modules: Iterable[Any]) -> list[str]:
         lowest, highest = next(by_device[value.device])
         guard.extremes = None
         problem = _problem(lowest, highest, module.out_features)
+        if lowest == highest == 0.0 and module.bias is None:
+            continue  # what any layer without a bias makes of an input of zeros, such as an empty conditioning
         if problem is None:
             continue
         guard.reported = True
+        first = "take the LoRAs off to see whether one of them is the cause; " if module.side_path is not None else ""
         sentences.append(
-            f"Layer {module.spec.name} ({module.file_format}) gave {problem}. The picture is not to be trusted: check "
-            "the file with 'quant-loader check --deep', and try execution 'exact' to tell a bad file from a bad kernel."
+            f"Layer {module.spec.name} ({module.file_format}) gave {problem}. The picture is not to be trusted: {first}"
+            "check the file with 'quant-loader check --deep', and try execution 'exact' to tell a bad file from a bad "
+            "kernel."
         )
     for sentence in sentences:
         log.warning("Quant Loader: %s", sentence)

@@ -18,7 +18,26 @@ log = logging.getLogger("quant_loader")
 NEEDED: dict[str, tuple[str, ...]] = {
     "comfy.ops": ("manual_cast", "cast_bias_weight", "uncast_bias_weight", "run_every_op"),
     "comfy.quant_ops": ("QuantizedTensor", "QuantizedLayout", "register_layout_class"),
-    "comfy.model_patcher": ("ModelPatcher", "CoreModelPatcher"),
+    "comfy.model_patcher": (
+        "CoreModelPatcher",
+        "ModelPatcher.add_hook_patches",
+        "ModelPatcher.add_patches",
+        "ModelPatcher.cleanup",
+        "ModelPatcher.clone",
+        "ModelPatcher.clone_has_same_weights",
+        "ModelPatcher.detach",
+        "ModelPatcher.get_key_patches",
+        "ModelPatcher.model_state_dict",
+        "ModelPatcher.model_state_dict_for_saving",
+        "ModelPatcher.patch_cached_hook_weights",
+        "ModelPatcher.patch_hook_weight_to_device",
+        "ModelPatcher.patch_weight_to_device",
+        "ModelPatcher.pre_run",
+        "ModelPatcher.set_injections",
+        "ModelPatcher.state_dict_for_saving",
+        "ModelPatcher.unpatch_hooks",
+        "ModelPatcher.use_ejected",
+    ),
     "comfy.patcher_extension": ("PatcherInjection",),
     "comfy.sd": (
         "CLIP",
@@ -27,9 +46,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "load_state_dict_guess_config",
         "load_text_encoder_state_dicts",
     ),
+    "comfy.hooks": ("EnumHookMode",),
     "comfy.controlnet": ("load_controlnet_state_dict",),
     "comfy.model_detection": ("model_config_from_unet", "unet_prefix_from_state_dict"),
-    "comfy.utils": ("load_torch_file", "get_attr", "set_attr", "ProgressBar"),
+    "comfy.utils": ("load_torch_file", "get_attr", "set_attr", "ProgressBar.update", "ProgressBar.update_absolute"),
     "comfy.lora": ("calculate_weight",),
     "comfy.weight_adapter": ("LoRAAdapter", "WeightAdapterBase"),
     "comfy.model_management": (
@@ -42,6 +62,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 
 
+def _has(module: Any, name: str) -> bool:
+    """Whether a module has ``name``, which may be a class and one of its methods."""
+    owner, _, attribute = name.partition(".")
+    return hasattr(module, owner) and (not attribute or hasattr(getattr(module, owner), attribute))
+
+
 @functools.cache
 def missing() -> tuple[str, ...]:
     """The needed names this host lacks, as ``module.name``."""
@@ -52,7 +78,7 @@ def missing() -> tuple[str, ...]:
         except ImportError as error:
             out.append(f"{module} ({error})")
             continue
-        out += [f"{module}.{name}" for name in names if not hasattr(loaded, name)]
+        out += [f"{module}.{name}" for name in names if not _has(loaded, name)]
     return tuple(out)
 
 

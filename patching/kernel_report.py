@@ -141,6 +141,12 @@ def dequantised_lines(*patchers: Any) -> list[str]:
     return [f"{name}: {why}" for name, why in sorted(reasons.items())]
 
 
+def warnings_of(*patchers: Any) -> list[str]:
+    """What loading these models and their runs so far gave reason to say, once each."""
+    contexts = (context_of(patcher.model) for patcher in patchers)
+    return list(dict.fromkeys(sentence for c in contexts if c is not None for sentence in c.warnings))
+
+
 def report(patcher: Any) -> tuple[str, Group]:
     """The text of the Kernel Report node and the entry for its panel."""
     modules = packed_modules(patcher.model)
@@ -161,6 +167,6 @@ def report(patcher: Any) -> tuple[str, Group]:
     lines += dequantised_lines(patcher)
     if hasattr(patcher, "lora_report"):
         lines += patcher.lora_report()
-    warnings = context_of(patcher.model).warnings
+    warnings = warnings_of(patcher)
     lines += [f"warning: {sentence}" for sentence in warnings]
     return "\n".join(lines), {"summary": " ".join([summary, *warnings]), "groups": groups}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint import LayerSpec, Report, check, verdict_text
 from . import host
-from .errors import CheckpointRefused, QuantLoaderError
+from .errors import CheckpointRefused, ModelMismatch, QuantLoaderError
 
 if TYPE_CHECKING:
     from ..kernels import Mode
@@ -57,7 +57,16 @@ class _Source:
         from .packed import rearranged
 
         with rearranged(self.context.rearranged):
-            return load()
+            try:
+                return load()
+            except RuntimeError as error:
+                if "loading state_dict" not in str(error):
+                    raise
+                names = ", ".join(Path(file).name for file in self.files)
+                raise ModelMismatch(
+                    f"{names} does not fit the model that ComfyUI recognised.\n{error}\nThe file was made for another "
+                    "version of this model, or is damaged; download it again or convert it again from the original."
+                ) from error
 
     def verify(self, *models: Any, among: Callable[[LayerSpec], bool] | None = None) -> None:
         """Raise when a quantised layer of the files did not become a layer of ``models``, or these lack one.
@@ -367,7 +376,7 @@ def answer(reports: Report | Sequence[Report], patchers: Sequence[Any], executio
     The text: the check, the kernels planned, what was understood or dequantised. The entry: a summary, and the groups
     of layers with the kernel planned for each. ``patchers``: everything that was loaded (None for what the file lacks).
     """
-    from .kernel_report import dequantised_lines, line, planned
+    from .kernel_report import dequantised_lines, line, planned, warnings_of
 
     reports = [reports] if isinstance(reports, Report) else list(reports)
     patchers = [patcher for patcher in patchers if patcher is not None]
@@ -380,4 +389,7 @@ def answer(reports: Report | Sequence[Report], patchers: Sequence[Any], executio
     if patchers and any(report.layers for report in reports):
         groups = planned(*patchers)
         lines += [f"execution: {execution}", *map(line, groups), *dequantised_lines(*patchers)]
-    return "\n".join(lines), {"summary": " ".join(report.summary for report in reports), "groups": groups}
+    warnings = warnings_of(*patchers)
+    lines += [f"warning: {sentence}" for sentence in warnings]
+    summary = " ".join([*(report.summary for report in reports), *warnings])
+    return "\n".join(lines), {"summary": summary, "groups": groups}

@@ -282,6 +282,8 @@ def operations(context: LoadContext) -> Any:
                     self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=self.module_dtype), requires_grad=False)
                 elif is_packed(weight):
                     self._take(weight, shape)
+                elif f"{prefix}comfy_quant" in state_dict:
+                    error_msgs.append(f"{prefix}weight holds the codes of a quantised layer, which are no weights")
                 elif tuple(weight.shape) != shape:
                     error_msgs.append(f"{prefix}weight is {tuple(weight.shape)} in the file, {shape} in the model")
                 else:
@@ -290,7 +292,7 @@ def operations(context: LoadContext) -> Any:
                 if bias is not None and self.has_bias:
                     if tuple(bias.shape) == (self.out_features,):
                         self.bias = torch.nn.Parameter(_plain(bias, self.module_dtype), requires_grad=False)
-                    else:
+                    elif self.spec is not None or not is_packed(weight):  # else the weight's misfit is told by name
                         error_msgs.append(
                             f"{prefix}bias is {tuple(bias.shape)} in the file, ({self.out_features},) in the model"
                         )

@@ -8,10 +8,12 @@ forward change around a run.
 from __future__ import annotations
 
 import collections
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import comfy.hooks
 import comfy.model_patcher
 import comfy.utils
 import torch
@@ -21,9 +23,10 @@ from . import guard
 from .errors import QuantLoaderError
 from .packed import parameter
 from .saving import packed_state
-from .sidepath import Patch, SidePath
+from .sidepath import MERGE, Patch, SidePath, does_nothing, kind, patch_misfit
 
 INJECTION = "quant_loader"
+log = logging.getLogger("quant_loader")
 
 _Static: Any = comfy.model_patcher.ModelPatcher
 _Dynamic: Any = getattr(comfy.model_patcher, "ModelPatcherDynamic", None)
@@ -93,6 +96,9 @@ class _SidePatches:
         self, hook: Any, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0
     ) -> list[Any]:
         """As ComfyUI's, which keeps the patches of a hook by weight key; ours are checked for their shape first."""
+        if not patches:
+            # No error: a hook LoRA may be for the text encoder alone.
+            log.warning("Quant Loader: no key of a hook LoRA matches a layer of %s.", type(self.model).__name__)
         beside, _ = self._divided(patches or {})
         self._entries(beside, strength_patch, strength_model)
         return super().add_hook_patches(hook, patches or {}, strength_patch, strength_model)  # type: ignore[misc,no-any-return]
@@ -116,11 +122,11 @@ class _SidePatches:
             offset = key[1] if not isinstance(key, str) else None
             function = key[2] if not isinstance(key, str) and len(key) > 2 else None
             entry: Patch = (strength_patch, patch, strength_model, offset, function)
-            misfit = SidePath(weight_key, [entry]).misfit(tuple(packed[weight_key].weight.shape))
+            misfit = patch_misfit(weight_key, entry, tuple(packed[weight_key].weight.shape))
             if misfit is not None:
                 raise QuantLoaderError(
-                    f"This LoRA does not fit the model: {misfit}. It was made for another model, or for another size "
-                    "of this one."
+                    f"This {'merge' if kind(entry) == MERGE else 'LoRA'} does not fit the model: {misfit}. It was made "
+                    "for another model, or for another size of this one."
                 )
             out.append((weight_key, entry))
         return out
@@ -167,9 +173,8 @@ class _SidePatches:
     def detach(self, unpatch_all: bool = True) -> Any:
         """As ComfyUI's, which unloads the model with it; the matrices of the LoRAs leave the device as well."""
         model = super().detach(unpatch_all)  # type: ignore[misc]
-        if unpatch_all:
-            for side in self._side_paths.values():
-                side.release()
+        for side in self._side_paths.values():
+            side.release()
         return model
 
     def read_guards(self) -> list[str]:
@@ -236,7 +241,9 @@ class _SidePatches:
         if key not in combined_patches:
             return
         self.hook_side_patches[key] = list(combined_patches[key])
-        self.cached_hook_patches.setdefault(hooks, {})[key] = (self.hook_side_patches[key], None)  # type: ignore[attr-defined]
+        if self.hook_mode == comfy.hooks.EnumHookMode.MaxSpeed:  # type: ignore[attr-defined]
+            # In the other mode ComfyUI keeps nothing: what it finds here it takes for all that these hooks patch.
+            self.cached_hook_patches.setdefault(hooks, {})[key] = (self.hook_side_patches[key], None)  # type: ignore[attr-defined]
 
     def patch_cached_hook_weights(self, cached_weights: dict[str, Any], key: str, memory_counter: Any) -> None:
         if key not in packed_modules(self.model):
@@ -283,13 +290,14 @@ class _SidePatches:
 
     def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, Any]:
         """The bytes of the file again; refused while a LoRA sits beside the weights, which this would lose."""
-        if self.side_patches:
+        carrying = [key for key, patches in self.side_patches.items() if not all(map(does_nothing, patches))]
+        if carrying:
             encoder = getattr(self, "is_clip", False)
             raise QuantLoaderError(
-                f"This {'text encoder' if encoder else 'model'} carries LoRA patches on {len(self.side_patches)} "
-                "quantised layers, and a stock save would lose them. Use the node 'Save Quantized Checkpoint' "
-                "(QuantLoaderSave) for the diffusion model, which can leave them out or merge them, or take what is "
-                "saved from before the LoRA."
+                f"This {'text encoder' if encoder else 'model'} carries patches (LoRAs or merges) on "
+                f"{len(carrying)} quantised layers, and a stock save would lose them. Use the node 'Save "
+                "Quantized Checkpoint' (QuantLoaderSave) for the diffusion model, which can leave them out or merge "
+                "them, or take what is saved from before the patches."
             )
         model = self.model if model is None else model
         packed: dict[str, Any] = {}
@@ -322,14 +330,14 @@ class _SidePatches:
     def lora_report(self) -> list[str]:
         """How many patches sit on quantised layers and how they are applied, then one line a layer."""
         sides = {key: SidePath(key, patches) for key, patches in sorted(self.side_patches.items())}
-        if not sides:
+        plain: dict[str, list[Any]] = self.patches  # type: ignore[attr-defined]
+        if not sides and not plain:
             return []
         count = sum(len(side.patches) for side in sides.values())
         exact = sum(len(side.patches) for side in sides.values() if side.exact)
         head = f"{count} patches on {len(sides)} quantised layers: {count - exact} beside the weight"
         if exact:
             head += f", {exact} on a dequantised copy"
-        plain: dict[str, list[Any]] = self.patches  # type: ignore[attr-defined]
         into = sum(len(patches) for patches in plain.values())
         if into:
             head += f"; {into} more on plain weights, by ComfyUI"

@@ -147,7 +147,10 @@ def _merge(model: Any, unet: dict[str, Any], side_patches: Mapping[str, list[Any
         weight = as_in_file(comfy.utils.get_attr(model, key))
         name = key.removeprefix("diffusion_model.").removesuffix(".weight")
         declaration = weight._params.declaration
-        merged = merged_state(name, weight, SidePath(key, patches), _stored_dtype(weight), f"{name}.")
+        side = SidePath(key, patches)
+        if not side.active:
+            continue
+        merged = merged_state(name, weight, side, _stored_dtype(weight), f"{name}.")
         for old in [n for n in unet if n.startswith(f"{name}.") and n != f"{name}.bias"]:
             del unet[old]
         unet.update(merged)

@@ -15,11 +15,12 @@ import comfy.lora
 import torch
 from comfy.weight_adapter import LoRAAdapter, WeightAdapterBase
 
-from .errors import QuantLoaderError
+from .fitting import misfit
 
 # ComfyUI's patch tuple: (strength_patch, adapter or tuple, strength_model, offset or None, function or None)
 Patch = tuple[float, Any, float, "tuple[int, int, int] | None", Any]
 
+MERGE = "a merge with another model"
 _NAMES = {"loha": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "BOFT", "glora": "GLoRA"}
 
 
@@ -53,6 +54,19 @@ def low_rank(patch: Patch) -> LowRank | None:
         return None
     scale = float(strength) * (float(alpha) / down.shape[0] if alpha is not None else 1.0)
     return LowRank(up, down, scale, (offset[0], offset[1], offset[2]) if offset is not None else None)
+
+
+def patch_misfit(key: str, patch: Patch, shape: tuple[int, ...]) -> str | None:
+    """Why a patch does not fit the weight ``key`` of ``shape`` ``(N, K)``; None when it does."""
+    _, adapter, _, offset, _ = patch
+    wanted = list(shape)
+    if offset is not None:
+        dim, start, length = offset[:3]
+        if not 0 <= dim < len(wanted) or start < 0 or start + length > wanted[dim]:
+            have = wanted[dim] if 0 <= dim < len(wanted) else f"{len(wanted)} dimensions"
+            return f"it has a part for {key} at {start} to {start + length}, the model's has {have}"
+        wanted[dim] = length
+    return misfit(adapter, tuple(wanted), key)
 
 
 def does_nothing(patch: Patch) -> bool:
@@ -107,26 +121,6 @@ class SidePath:
         if not self.terms:
             return f"{count} without effect (strength 0)"
         return f"{count} beside the weight{note}, rank {sum(t.rank for t in self.terms)}"
-
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """Why a patch does not fit a weight of ``shape`` ``(N, K)``; None when all do.
-
-        ComfyUI logs such a patch and goes on without it, so a LoRA of another model would be lost in silence.
-        """
-        for patch in self.patches:
-            found = _patch_shape(patch)
-            if found is None:
-                continue
-            wanted = list(shape)
-            if patch[3] is not None:
-                dim, start, length = patch[3][:3]
-                if dim >= len(wanted) or start + length > wanted[dim]:
-                    return f"it has a part for {self.key} at {start} to {start + length}, the model's has {wanted[dim]}"
-                wanted[dim] = length
-            if len(found) != 2 or found != tuple(wanted):
-                dims = " x ".join(map(str, found))
-                return f"it has {dims} for {self.key}, the model's layer is {' x '.join(map(str, wanted))}"
-        return None
 
     def whole(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """``(low_rank [..., R], up [N, R])`` of every term on the whole weight, for the linear to add
@@ -219,33 +213,11 @@ def _names(patch: Patch, kind_of_tuple: str) -> bool:
     return isinstance(adapter, tuple) and len(adapter) == 2 and adapter[0] == kind_of_tuple
 
 
-def _patch_shape(patch: Patch) -> tuple[int, ...] | None:
-    """The shape of weight a patch is made for, where it is known without computing it."""
-    adapter = patch[1]
-    if isinstance(adapter, LoRAAdapter):
-        up, down, _, mid, _, reshape = adapter.weights
-        if mid is not None or reshape is not None:
-            return None
-        return int(up.shape[0]), int(down[0].numel())
-    if isinstance(adapter, tuple) and not _names(patch, "set"):
-        values = adapter[1] if len(adapter) == 2 else adapter
-        if len(adapter) == 2 and _pads(adapter):
-            return None
-        if isinstance(values[0], torch.Tensor):
-            if not values[0].is_floating_point():
-                raise QuantLoaderError(
-                    "A patch made of a quantised model's raw codes reached this model; adding codes to weights gives "
-                    "noise. Load the other model with a Quant Loader node, or use its 16-bit version."
-                )
-            return tuple(values[0].shape)
-    return None
-
-
 def kind(patch: Patch) -> str:
     """What a patch is called in the report."""
     adapter = patch[1]
     if isinstance(adapter, list) or patch[2] != 1.0:
-        return "a merge with another model"
+        return MERGE
     if isinstance(adapter, LoRAAdapter):
         if adapter.weights[4] is not None:
             return "DoRA"

@@ -130,6 +130,19 @@ def _absent(models: Sequence[Any]) -> list[str]:
     return sentences
 
 
+def _unset(models: Sequence[Any]) -> list[str]:
+    """Parameters that the file lacks and that nothing asks for by name: biases, norms, tables. A linear without its
+    weight says so when it is called.
+    """
+    return [
+        f"{name}.{part}"
+        for model in models
+        for name, module in model.named_modules()
+        for part in module.__dict__.get("given", ("", (), ()))[2]
+        if part != "weight" or not hasattr(module, "lacking")
+    ]
+
+
 def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, models: Sequence[Any]) -> None:
     """Every declared layer must have become a layer of the model, with its shape; all exceptions at once.
 
@@ -166,5 +179,14 @@ def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, mode
             "The file is incomplete, was made for another version of this model, or with a tool that renamed or "
             "repacked layers; download it again or convert it again from the original."
         )
+    unset = _unset(models) if context.incomplete else []
+    if unset:
+        more = f" and {len(unset) - 4} more" if len(unset) > 4 else ""
+        sentence = (
+            f"The file has no {', '.join(unset[:4])}{more}, which the model that ComfyUI recognised has; they are left "
+            "at zero or unset. If the picture is wrong, this is why: download the file again."
+        )
+        context.warnings.append(sentence)
+        log.warning("Quant Loader: %s", sentence)
     for name, why in context.dequantised.items():
         log.info("Quant Loader: %s: %s", name, why)

@@ -12,6 +12,7 @@ import torch
 from in_process import FORMATS, denoise, relative
 from quant_loader.checkpoint import check
 from quant_loader.demo import models, quantize
+from quant_loader.patching import load as loading
 from quant_loader.patching.errors import CheckpointRefused, ModelMismatch
 from safetensors import safe_open
 
@@ -210,7 +211,8 @@ def test_smoothing_multiplies_the_input_first(tmp_path: Path) -> None:
 
 def test_a_layer_of_another_shape_is_named(tmp_path: Path, base_tensors: quantize.Tensors) -> None:
     name = "double_blocks.0.img_mlp.0"
-    tensors = {**base_tensors, f"{name}.weight": base_tensors[f"{name}.weight"][:-64].clone()}
+    cut = {f"{name}.{part}": base_tensors[f"{name}.{part}"][:-64].clone() for part in ("weight", "bias")}
+    tensors = {**base_tensors, **cut}
     path = quantize.save(tmp_path / "m.safetensors", *quantize.quantize(tensors, "int8_row"))
     with pytest.raises(
         ModelMismatch,
@@ -354,3 +356,41 @@ def test_a_quantised_convolution_is_dequantised_and_reported(tmp_path: Path) -> 
     wanted = torch.nn.functional.conv2d(x.double(), weight.double()[:, :, None, None])
     assert relative(module.c(x), wanted) < 0.0095
     assert "Conv2d has no quantised kernel" in context.dequantised["c"]
+
+
+@pytest.mark.parametrize("name", ["img_in.bias", "double_blocks.0.img_attn.norm.query_norm.scale"])
+def test_a_plain_parameter_that_is_absent_is_told(name: str, tmp_path: Path, base_tensors: quantize.Tensors) -> None:
+    """Nothing asks for a bias or a norm by name: ComfyUI leaves it at zero or unset, and only its log tells."""
+    tensors, metadata = quantize.quantize(base_tensors, "int8_row")
+    path = quantize.save(tmp_path / "m.safetensors", {k: v for k, v in tensors.items() if k != name}, metadata)
+    patcher, found = loading.load_diffusion_model([path])
+    text, entry = loading.answer(found, [patcher], "auto")
+    (warning,) = [line for line in text.splitlines() if line.startswith("warning: ")]
+    told = name.replace("norm.scale", "norm.weight")  # as ComfyUI's model calls it
+    assert f"diffusion_model.{told}" in warning
+    assert told in entry["summary"]
+
+
+def test_a_plain_layer_of_another_shape_is_told_with_its_file(tmp_path: Path, base_tensors: quantize.Tensors) -> None:
+    tensors, metadata = quantize.quantize({**base_tensors, "img_in.bias": torch.zeros(7)}, "int8_row")
+    path = quantize.save(tmp_path / "m.safetensors", tensors, metadata)
+    with pytest.raises(ModelMismatch, match=r"m\.safetensors does not fit the model .*\n.*\n.*img_in\.bias is \(7,\)"):
+        load_file(path)
+
+
+def test_codes_are_not_taken_for_weights(load: Callable[..., Any]) -> None:
+    model = load("int8_row").model
+    with pytest.raises(RuntimeError, match=r"img_mlp\.0\.weight holds the codes of a quantised layer"):
+        model.load_state_dict(model.state_dict())
+
+
+def test_an_output_of_zeros_without_a_bias_sets_off_no_guard(load: Callable[..., Any]) -> None:
+    """As of a conditioning that was zeroed; with a bias it is the sign of a dead weight."""
+    from quant_loader.patching.patcher import packed_modules
+
+    patcher = load("int8_row")
+    module = packed_modules(patcher.model)["diffusion_model.double_blocks.0.img_mlp.0.weight"]
+    module.bias = None
+    with torch.no_grad():
+        module(torch.zeros(1, 256))
+    assert patcher.read_guards() == []

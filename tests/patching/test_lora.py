@@ -418,3 +418,108 @@ def test_raw_codes_of_another_model_are_refused(load: Callable[..., Any]) -> Non
     codes = packed_modules(patcher.model)[key].weight._qdata
     with pytest.raises(QuantLoaderError, match="raw codes"):
         patcher.clone().add_patches({key: ("model_as_lora", (codes,))})
+
+
+WRONG_SIZES = {
+    "loha": lambda: {"hada_w1_a": (1024, 4), "hada_w1_b": (4, 128), "hada_w2_a": (1024, 4), "hada_w2_b": (4, 128)},
+    "lokr": lambda: {"lokr_w1": (8, 8), "lokr_w2": (100, 32)},
+    "oft": lambda: {"oft_blocks": (8, 100, 100)},
+    "glora": lambda: {"a1.weight": (4, 128), "a2.weight": (128, 4), "b1.weight": (4, 128), "b2.weight": (1024, 4)},
+    "ranks": lambda: {"lora_up.weight": (1024, 4), "lora_down.weight": (5, 256)},
+    "no rank": lambda: {"lora_up.weight": (1024, 0), "lora_down.weight": (0, 256)},
+    "magnitudes": lambda: {"lora_up.weight": (1024, 4), "lora_down.weight": (4, 256), "dora_scale": (77, 1)},
+    "one-dimensional": lambda: {"lora_up.weight": (1024,), "lora_down.weight": (256,)},
+    "one-dimensional magnitudes": lambda: {
+        "lora_up.weight": (1024, 4),
+        "lora_down.weight": (4, 256),
+        "dora_scale": (1024,),
+    },
+    "boft without alpha": lambda: {"oft_blocks": (2, 8, 128, 128)},
+    "glora of another input": lambda: {
+        "a1.weight": (4, 256),
+        "a2.weight": (128, 4),
+        "b1.weight": (4, 256),
+        "b2.weight": (1024, 4),
+    },
+    "set": lambda: {"set_weight": (1024, 128)},
+    "reshape": lambda: {"lora_up.weight": (1024, 4), "lora_down.weight": (4, 512), "reshape_weight": (2,)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SIZES)
+def test_a_patch_of_any_kind_and_another_size_is_refused_by_layer(name: str, load: Callable[..., Any]) -> None:
+    """ComfyUI would log it and go on without."""
+    layer = "diffusion_model.double_blocks.0.img_mlp.0" if name == "set" else "lora_unet_double_blocks_0_img_mlp_0"
+    lora = {f"{layer}.{part}": _random(*shape, seed=3) for part, shape in WRONG_SIZES[name]().items()}
+    if name == "reshape":
+        lora[f"{layer}.reshape_weight"] = torch.tensor([1024, 512])
+    patcher = load("int8_row")
+    with pytest.raises(QuantLoaderError, match=r"does not fit the model: .*double_blocks\.0\.img_mlp\.0\.weight"):
+        with_lora(patcher, lora)
+
+
+RIGHT_SIZES = {
+    "loha": {"hada_w1_a": (1024, 4), "hada_w1_b": (4, 256), "hada_w2_a": (1024, 4), "hada_w2_b": (4, 256)},
+    "lokr": {"lokr_w1_a": (8, 2), "lokr_w1_b": (2, 8), "lokr_w2": (128, 32)},
+    "oft": {"oft_blocks": (8, 128, 128)},
+    "boft": {"oft_blocks": (2, 8, 128, 128)},
+    "glora": {"a1.weight": (4, 256), "a2.weight": (256, 4), "b1.weight": (4, 256), "b2.weight": (1024, 4)},
+    "glora, new": {"a1.weight": (256, 4), "a2.weight": (4, 256), "b1.weight": (1024, 4), "b2.weight": (4, 256)},
+    "dora": {"lora_up.weight": (1024, 4), "lora_down.weight": (4, 256), "dora_scale": (1024, 1)},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_SIZES)
+def test_a_patch_of_any_kind_and_the_right_size_acts(name: str, load: Callable[..., Any]) -> None:
+    parts = {part: _random(*shape, seed=3) * 0.1 for part, shape in RIGHT_SIZES[name].items()}
+    if name == "boft":
+        parts["alpha"] = torch.tensor(1.0)
+    patcher = load("int8_row")
+    plain = denoise(patcher)
+    lora = {f"lora_unet_double_blocks_0_img_mlp_0.{part}": tensor for part, tensor in parts.items()}
+    assert relative(denoise(with_lora(patcher, lora)), plain) > 1e-6
+    assert torch.equal(denoise(patcher), plain)
+
+
+def test_a_merge_with_a_model_of_another_width_is_refused(load: Callable[..., Any]) -> None:
+    patcher = load("int8_row")
+    other = [(torch.zeros(1024, 128), lambda weight, inplace=False: weight)]
+    with pytest.raises(QuantLoaderError, match=r"This merge does not fit the model: it has 1024 x 128 for"):
+        patcher.clone().add_patches({"diffusion_model.double_blocks.0.img_mlp.0.weight": other}, 0.5, 0.5)
+
+
+def test_hooks_that_keep_nothing_follow_their_strength(load: Callable[..., Any]) -> None:
+    """Text encoders patch their hooks anew for every encode (MinVram): the strength of the moment counts, also on
+    plain layers."""
+    import comfy.model_management
+
+    lora = {**kohya_lora(), "lora_unet_img_in.lora_up.weight": _random(H, 4, seed=7)}
+    lora["lora_unet_img_in.lora_down.weight"] = _random(4, models.PATCH_CHANNELS, seed=8)
+    patcher = load("int8_row").clone()
+    patcher.set_hook_mode(comfy.hooks.EnumHookMode.MinVram)
+    hooks = hook_lora(lora)
+    patcher.register_all_hook_patches(hooks, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
+    comfy.model_management.load_models_gpu([patcher])
+
+    def outputs(strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+        for hook in hooks.hooks:
+            hook.hook_keyframe._current_keyframe = comfy.hooks.HookKeyframe(strength=strength)
+        patcher.patch_hooks(None)
+        patcher.patch_hooks(hooks)
+        with torch.no_grad():
+            model = patcher.model.diffusion_model
+            return (
+                model.img_in(torch.ones(1, models.PATCH_CHANNELS)),
+                model.double_blocks[0].img_mlp[0](torch.ones(1, H)),
+            )
+
+    plain, full = outputs(0.0), outputs(1.0)
+    assert all(not torch.equal(a, b) for a, b in zip(plain, full, strict=True))
+    for strength, wanted in ((0.0, plain), (1.0, full), (0.0, plain)):
+        assert all(torch.equal(a, b) for a, b in zip(outputs(strength), wanted, strict=True))
+
+
+def test_eight_bit_floats_of_another_model_are_codes_too(load: Callable[..., Any]) -> None:
+    codes = torch.zeros(1024, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(QuantLoaderError, match="raw codes"):
+        load("int8_row").add_patches({"diffusion_model.double_blocks.0.img_mlp.0.weight": ("model_as_lora", (codes,))})
