@@ -259,7 +259,15 @@ def test_repaired_file_renders_as_the_unbroken_one(server, tensors, render, rend
     commands = [["check", broken.name], ["repair", broken.name, mended.name], ["check", mended.name]]
     codes, transcript = [], []
     for command in commands:
-        done = subprocess.run([program, *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [program, *command],
+            cwd=folder,
+            env={**os.environ, "COLUMNS": "100"},  # as wide as the page, whatever terminal the tests run in
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         transcript += [
             f"$ quant-loader {' '.join(command)}",
             *excerpt(command[0], done.stdout),
