@@ -58,6 +58,7 @@ def test_exit_codes(good, bad, tmp_path, capsys):
     assert main(["check", str(empty)]) == 0
     assert main(["check", bad]) == 1
     assert main(["check", str(tmp_path / "none.safetensors")]) == 2
+    assert main(["check", good, good]) == 0
     assert main(["check", str(tmp_path / "none-00001-of-00002.safetensors")]) == 2
     assert main(["check", str(tmp_path)]) == 2
     assert main(["check", str(notes)]) == 2

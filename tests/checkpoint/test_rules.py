@@ -12,9 +12,10 @@ import os
 import string
 
 import pytest
-from quant_loader.checkpoint import RULES, check
+from quant_loader.checkpoint import RULES, check, open_checkpoint
 from quant_loader.checkpoint import findings as findings_module
 from quant_loader.checkpoint import values as values_module
+from quant_loader.checkpoint.checker import check_checkpoint
 
 from .test_deep import EXAMPLES as DEEP_EXAMPLES
 
@@ -804,3 +805,26 @@ def test_a_number_written_as_text_is_said_to_be_understood(tools, tmp_path):
     assert [(fault.rule, fault.found) for fault in report.faults] == [
         ("extra.dialect", 'convrot_groupsize "256" read as 256')
     ]
+
+
+def test_no_depth_of_nesting_is_an_exception(tools, tmp_path):
+    """The parsers give up at depths of their own, which depend on how deep the caller is."""
+    for depth in range(900, 1001):
+        header = '{"a":' * depth + "1" + "}" * depth
+        (fault,) = check(tools.write_raw(tmp_path / "m.safetensors", header)).faults
+        assert fault.rule == "crash.file", depth
+
+
+def test_a_legacy_file_that_shrinks_after_its_header_was_read(tools, tmp_path):
+    """Its activation scales are looked at while layers are judged."""
+    tensors = {
+        "scaled_fp8": ("F8_E4M3", [2]),
+        "a.weight": ("F8_E4M3", [8, 64]),
+        "a.scale_weight": ("F32", [1]),
+        "a.scale_input": ("F32", [1]),
+    }
+    checkpoint = open_checkpoint(tools.write(tmp_path / "m.safetensors", tensors))
+    os.truncate(tmp_path / "m.safetensors", 100)
+    assert "extra.file.changed" in {fault.rule for fault in check_checkpoint(checkpoint, rules="compatible").errors}
+    unread = check_checkpoint(checkpoint, rules="compatible", values=False)
+    assert unread.verdict == "ok"
