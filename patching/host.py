@@ -27,6 +27,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "ModelPatcher.clone_has_same_weights",
         "ModelPatcher.detach",
         "ModelPatcher.get_key_patches",
+        "ModelPatcher.loaded_size",
+        "ModelPatcher.model_size",
         "ModelPatcher.model_state_dict",
         "ModelPatcher.model_state_dict_for_saving",
         "ModelPatcher.patch_cached_hook_weights",
@@ -53,6 +55,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "comfy.lora": ("calculate_weight",),
     "comfy.weight_adapter": ("LoRAAdapter", "WeightAdapterBase"),
     "comfy.model_management": (
+        "get_free_memory",
+        "get_total_memory",
         "get_torch_device",
         "load_models_gpu",
         "module_size",

@@ -42,10 +42,9 @@ def calls_by_layer(model: Any) -> dict[str, dict[Way, int]]:
                 reason = plan.reason
                 if backend != plan.backend:
                     reason = f"It took over from {plan.backend}, whose kernel failed: {_failure(plan.backend)}"
-                reason = _carried(module) + reason
-                calls[(module.file_format, backend, plan.operator, _execution(module, plan), reason, plan.slow)] += (
-                    count
-                )
+                reason = _carried(module, operator) + reason
+                execution = _execution(module, operator)
+                calls[(module.file_format, backend, plan.operator, execution, reason, plan.slow)] += count
         for what, count in list(module.dense_calls.items()):
             calls[(module.file_format, "torch", what, "exact", _DENSE[what], what == PATCHED)] += count
         found[key.removesuffix(".weight")] = dict(calls)
@@ -80,25 +79,32 @@ _CARRIED_ERRORS = {
 
 
 def _planned(module: Any, device: Any) -> Way:
-    plan = module.operator(device).plan
-    reason = _carried(module) + plan.reason
-    return module.file_format, plan.backend, plan.operator, _execution(module, plan), reason, plan.slow
+    operator = module.operator(device)
+    plan = operator.plan
+    reason = _carried(module, operator) + plan.reason
+    if module.keeps(device) and not module.not_kept:
+        reason += " The INT8 rows are kept from the first call on."
+    return module.file_format, plan.backend, plan.operator, _execution(module, operator), reason, plan.slow
 
 
-def _execution(module: Any, plan: Any) -> str:
+def _execution(module: Any, operator: Any) -> str:
     """What the person chose: an INT8 layer's own arithmetic is the ``int8`` execution of a weight carried over."""
-    return "int8" if module.file_format != module.spec.format else str(plan.execution)
+    return "int8" if module.file_format != operator.spec.format else str(operator.plan.execution)
 
 
-def _carried(module: Any) -> str:
-    """The sentence on a weight that was carried over while loading, with the error of a linear; else nothing."""
-    if module.file_format == module.spec.format:
-        return ""
+def _carried(module: Any, operator: Any) -> str:
+    """The sentence on a weight whose INT8 rows an operator runs, with the error of a linear; else nothing.
+
+    ``module.not_kept`` where rows should have been kept.
+    """
+    if module.file_format == operator.spec.format:
+        return f"{module.not_kept} " if module.not_kept else ""
+    when = "while loading" if operator.spec.format == module.spec.format else "at the first call, and kept beside it"
     errors = _CARRIED_ERRORS.get(module.file_format)
     size = (
         "" if errors is None else f" (relative error {errors[1]:.3f}; the format's own arithmetic has {errors[0]:.3f})"
     )
-    return f"Carried over to INT8 rows with ConvRot while loading{size}. "
+    return f"Carried over to INT8 rows with ConvRot {when}{size}. "
 
 
 _DENSE = {

@@ -7,6 +7,7 @@ convolution, a norm) is dequantised while loading, never value-cast, and listed 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..checkpoint import LayerSpec
 from ..kernels import FORMATS, DeviceFacts, Mode, Plan, PreparedLinear, device_facts, embedding, plan
 from . import guard
 from .errors import ModelMismatch
+from .kept_rows import KeptRows, keep, too_little_memory
 from .packed import LAYOUT, LayerKey, as_stored, carried, dense_weight, is_packed, parameter, plain_tensors
 from .progress import Progress
 from .sidepath import SidePath
@@ -94,6 +96,9 @@ class _Packable:
     guard: guard.OutputGuard
     # What ran instead of the kernel (keys: the names in kernel_report), outside compiled graphs.
     dense_calls: Counter[str]
+    # INT8 rows beside the weight, and why there are none where there should be.
+    kept: KeptRows | None
+    not_kept: str
     _operators: dict[tuple[str, int | None], Any]
 
     def _init_packable(self, context: LoadContext, dtype: torch.dtype | None) -> None:
@@ -107,6 +112,8 @@ class _Packable:
             side_path=None,
             guard=guard.OutputGuard(),
             dense_calls=Counter(),
+            kept=None,
+            not_kept="",
             _operators={},
         )
 
@@ -125,6 +132,7 @@ class _Packable:
         self.weight = parameter(type(weight)(weight._qdata, LAYOUT, params))
         # The kernels cut and pad what the file stores beyond the model's own shape.
         self.spec = declaration.spec((module_shape[0], module_shape[1]))
+        self.kept = None
         self.context.consumed.add(declaration.key)
 
     @property
@@ -152,6 +160,19 @@ class _Packable:
         self.spec = weight._params.declaration.spec(self.spec.shape)
         self._operators.clear()
 
+    def keeps(self, device: torch.device) -> bool:
+        """Whether INT8 rows are kept beside the weight from the first call on, memory allowing."""
+        return device.type == "cpu" and self.carries(device)
+
+    def rows(self, weight: Any, device: torch.device) -> KeptRows | None:
+        """The kept INT8 rows of ``weight``, made at the first call; None where the kernel takes the weight itself."""
+        if self.kept is None and self.spec is not None and not torch.compiler.is_compiling() and self.keeps(device):
+            self.not_kept = too_little_memory(self.spec, device)
+            if not self.not_kept:
+                planned = functools.partial(self.context.plan, device=device)
+                self.kept = keep(self.spec, plain_tensors(weight), planned)
+        return self.kept if device.type == "cpu" else None
+
     def operator(self, device: torch.device) -> Any:
         """The kernel of this layer on ``device``, chosen once."""
         key = (device.type, device.index)
@@ -165,6 +186,8 @@ class _Packable:
         """Choose the kernel and move the LoRAs' matrices before the first call, whose input is of ``dtype``."""
         if not self.is_table:
             self.operator(device)
+            if self.side_path is None or not self.side_path.exact:
+                self.rows(self.weight, device)
         if self.side_path is not None:
             self.side_path.prepare(device, dtype)
 
@@ -174,7 +197,7 @@ class _Packable:
 
     def operators(self) -> tuple[Any, ...]:
         """Every kernel this layer was prepared for, for the report."""
-        return tuple(self._operators.values())
+        return (*self._operators.values(), *(() if self.kept is None else (self.kept.operator,)))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """``Module._apply`` that rebuilds parameters, because a wrapper tensor has no ``.data`` to swap."""
@@ -342,7 +365,11 @@ def operations(context: LoadContext) -> Any:
                     if low_rank is not None and up is not None:
                         y = y + torch.nn.functional.linear(low_rank, up)
                 else:
-                    y = self.operator(x.device)(x, plain_tensors(weight), bias, low_rank, up)
+                    rows = self.rows(weight, x.device)
+                    if rows is None:
+                        y = self.operator(x.device)(x, plain_tensors(weight), bias, low_rank, up)
+                    else:
+                        y = rows.operator(x, rows.tensors, bias, low_rank, up)
                 return y if side is None else side.add_parts(x, y)
 
         class Embedding(_Packable, _manual_cast.Embedding):  # type: ignore[misc]

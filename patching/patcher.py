@@ -171,11 +171,31 @@ class _SidePatches:
         self.read_guards()
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """As ComfyUI's, which unloads the model with it; the matrices of the LoRAs leave the device as well."""
+        """As ComfyUI's, which unloads the model with it; the matrices of the LoRAs leave the device as well.
+
+        So do INT8 rows kept beside the weights, but for ``unpatch_all=False``: another clone of the model is next.
+        """
         model = super().detach(unpatch_all)  # type: ignore[misc]
         for side in self._side_paths.values():
             side.release()
+        if unpatch_all:
+            for module in packed_modules(self.model).values():
+                module.kept = None
         return model
+
+    # Sizes, as ComfyUI asks for them: rows that are kept beside the weights take memory as well.
+
+    def model_size(self) -> int:
+        return int(super().model_size()) + self._kept_size()  # type: ignore[misc]
+
+    def loaded_size(self) -> int:
+        loaded = int(super().loaded_size())  # type: ignore[misc]
+        # ComfyUI counted by model_size() if it loaded the model whole, maybe with the rows of another clone's run.
+        whole = loaded >= int(super().model_size())  # type: ignore[misc]
+        return self.model_size() if whole else loaded + self._kept_size()
+
+    def _kept_size(self) -> int:
+        return sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
 
     def read_guards(self) -> list[str]:
         """What the output guards noticed since the last call; each layer speaks once. One device synchronisation."""
@@ -267,6 +287,8 @@ class _SidePatches:
         if not isinstance(n, _SidePatches):
             # ComfyUI made one of its own: the compiled or hooked clone of a dynamic model must be static.
             n = adopt(n, context_of(n.model))
+        # ComfyUI hands model_size() on, which counts what is kept beside the weights as well.
+        n.size = self.size  # type: ignore[attr-defined]
         n.side_patches = {k: v[:] for k, v in self.side_patches.items()}
         n.side_uuid = self.side_uuid
         n.hook_side_patches = {k: v[:] for k, v in self.hook_side_patches.items()}

@@ -110,6 +110,19 @@ def rebuilt(patcher: Any) -> Any:
     return build(*arguments, disable_dynamic=True)
 
 
+def aligned(patcher: Any) -> Any:
+    """``patcher`` with its plain weights at addresses of torch's choice instead of where their file has them.
+
+    The last bits of a product with one row depend on how its weight is aligned (MKL on AMD), which must not tell two
+    files with the same tensors apart.
+    """
+    for module in patcher.model.modules():
+        if getattr(module, "spec", None) is None:
+            for key, parameter in module.named_parameters(recurse=False):
+                setattr(module, key, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    return patcher
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in dtype, shape and every byte."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import FORMATS, denoise, relative, same_bytes, with_lora
+from in_process import FORMATS, aligned, denoise, relative, same_bytes, with_lora
 from quant_loader.checkpoint import check
 from quant_loader.demo import quantize
 from quant_loader.patching.errors import QuantLoaderError
@@ -34,7 +34,7 @@ def test_model_save_writes_the_source_again(
 
         # As under --lowvram: the node loads the model, of which a part stays offloaded.
         monkeypatch.setattr(comfy.model_management, "load_models_gpu", lambda loaded: loaded[0].load("cpu", 1))
-    fresh = denoise(load(quantizer)) if not offloaded else None
+    fresh = denoise(aligned(load(quantizer))) if not offloaded else None
     path = stock_save(patcher)
     report = check(str(path))
     assert report.verdict == "ok", report.faults
@@ -46,7 +46,7 @@ def test_model_save_writes_the_source_again(
     # ComfyUI renames the weights of Flux's norms while loading.
     assert {PREFIX + name for name in source if "_norm" not in name} <= set(saved)
     if fresh is not None:
-        assert torch.equal(denoise(load_diffusion_model([path])[0]), fresh)
+        assert torch.equal(denoise(aligned(load_diffusion_model([path])[0])), fresh)
 
 
 def test_a_layer_declared_in_metadata_gains_a_marker(
@@ -117,12 +117,12 @@ def test_loras_left_out_are_left_out_everywhere(
     quantizer: str, tmp_path: Path, load: Callable[..., Any], files: Callable[..., Path]
 ) -> None:
     patcher = load(quantizer)
-    fresh, patched = denoise(patcher), lora_on(patcher)
+    fresh, patched = denoise(aligned(patcher)), lora_on(patcher)
     with_lora = denoise(patched)
     path = tmp_path / "out" / "model.safetensors"
     assert save_diffusion_model(patched, path) == []
     assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
-    assert torch.equal(denoise(load_diffusion_model([path])[0]), fresh)
+    assert torch.equal(denoise(aligned(load_diffusion_model([path])[0])), fresh)
     source, saved = quantize.load(files(quantizer))[0], quantize.load(path)[0]
     for spec in check(str(files(quantizer))).layers:
         assert all(same_bytes(saved[PREFIX + n], source[n]) for n in spec.tensors.values())
