@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import struct
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from quant_loader.benchmarks import common
-from quant_loader.benchmarks.common import Cell, Goal, Plot, Result, Table, Wrong, least_of, say
+from quant_loader.benchmarks.common import Cell, Goal, Plot, Result, Table, Wrong, median_of, say
 from quant_loader.checkpoint import cache, check
 
 MARKER = json.dumps({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}).encode()
@@ -146,12 +147,12 @@ def cold_check(path: Path, layers: int, rounds: int) -> float | None:
         started = time.perf_counter()
         fresh_check(path, layers)
         times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds for one file: the least processor time of many calls, but for the cold file."""
+    """Milliseconds for one file: medians of processor time, but for the cold file."""
 
     layers: int
     layout: Layout
@@ -181,13 +182,15 @@ def measure(folder: Path, layers: int, layout: Layout, rounds: int) -> Cost:
     gc.collect()
     times = common.compare(functions, rounds, clock=time.process_time)
     check(path)
-    repeated = least_of(lambda: check(path), rounds)
+    repeated = median_of(lambda: check(path), rounds)
     cold = cold_check(path, layers, max(3, rounds // 10))
     size = path.stat().st_size
     path.unlink()
-    best = {name: 1e3 * min(values) for name, values in times.items()}
-    best["reads"] -= best["parse"]
-    return Cost(layers, layout, size / 1e9, **best, repeated=1e3 * repeated, cold=None if cold is None else 1e3 * cold)
+    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    medians["reads"] -= medians["parse"]
+    return Cost(
+        layers, layout, size / 1e9, **medians, repeated=1e3 * repeated, cold=None if cold is None else 1e3 * cold
+    )
 
 
 def cost_table(costs: Sequence[Cost]) -> Table:
@@ -211,8 +214,8 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     columns = ["tensors", "size", "layout", "check, ms", "JSON parse, ms", "check / parse", "safetensors walk, ms"]
     columns += ["check / walk", "reads alone, ms", "check a tensor, us", "checked again, ms", "cold file, ms"]
     note = (
-        "Least processor time of alternating runs on a warm file, row scales included; the cold file by the wall "
-        "clock. Ratios are check / other: smaller is better. The parse only reads the header's JSON and the walk only "
+        "Medians of the processor time of alternating runs on a warm file, row scales included; the cold file by the "
+        "wall clock. Ratios are check / other: smaller is better. The parse only reads the header's JSON, the walk only "
         "opens the file; neither judges anything nor reads a scale. Reads alone: the markers and row scales, one by "
         "one, not looked at. The garbage collector runs as it does in any program."
     )

@@ -16,8 +16,8 @@ and is run by `python -I -m quant_loader.benchmarks.NAME [--quick] [--json FILE]
 - Check the results before timing them: `Wrong` is raised, and the benchmark fails, when they are off.
 - Ratios are ours / stock of a cost (time, bytes, error): at most 1 is good. A column that means something else says so
   in its heading, and every table's `note` says which way its ratios go.
-- Times are medians of alternating runs (`compare`) where the machine is quiet, or the least CPU time (`least_of`, with
-  `time.process_time`) where it is shared. State which in the note.
+- Times are medians of alternating runs (`compare`): by the wall clock, or in CPU time (`time.process_time`) of what
+  runs on one core. State which in the note.
 - Memory is a high-water mark of a process, so each measurement has its own: `in_child` runs
   `python -I -m MODULE ARGUMENTS...` and returns the JSON on the last line that it prints. `children.host` does the same
   with ComfyUI imported beforehand, once.
@@ -38,6 +38,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -228,11 +229,11 @@ def _plain(value: object) -> object:
 # --- stopwatches ------------------------------------------------------------------------------------------------------
 
 
-def least_of(
+def median_of(
     function: Callable[[], object], repeats: int = 5, clock: Clock = time.process_time, warm_up: int = 1
 ) -> float:
-    """Seconds: the fastest of `repeats` calls after `warm_up` that are not counted; CPU time by default."""
-    return min(compare({"": function}, repeats, clock, warm_up)[""])
+    """Seconds: the median of `repeats` calls after `warm_up` that are not counted; CPU time by default."""
+    return statistics.median(compare({"": function}, repeats, clock, warm_up)[""])
 
 
 def compare(

@@ -4,13 +4,13 @@ comfy-kitchen's eager backend).
     python -I -m quant_loader.benchmarks.cpu [--quick] [--json FILE] [--tokens 64 512] [--shape 3072x3072] [--cpu-time]
 
 Results are checked: one of ours that is off fails the benchmark, a stock result that is off has no time in the table.
-Times are the least of repeated calls, all paths of a format and its stock path in turn. A stock product of seconds
+Times are medians of repeated calls, all paths of a format and its stock path in turn. A stock product of seconds
 (without VNNI, int8 takes a minute) is timed once, on `STOCK_ROWS` of the activation rows, and the time multiplied.
 Rows:
 
-- ``auto``: what the dispatcher chooses here;
-- ``int8``: carried over to INT8 rows at every call; ``int8 replaced``: the weight carried over once, as a loaded model
-does;
+- ``auto``: what a loaded model runs here by default; a weight that is carried over to INT8 rows is so once;
+- ``int8``: the same with the ``int8`` execution;
+- ``int8 each call``: carried over at every call, as where memory is short;
 - ``exact``: decoded weight, dense product.
 
 The goals (M = 512, a CPU with VNNI): int8 rows 1.5x bf16 and 1.5x stock; with ConvRot bf16's speed and 1.4x stock; fp8,
@@ -20,7 +20,7 @@ are listed for the default path, with what stands in the way.
 
 from __future__ import annotations
 
-import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,20 +85,20 @@ class Stopwatch:
         return (self.clock() - begun) * 1e3
 
     def in_turn(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Milliseconds of each function's fastest call, called in turn so that drift hits all: ``repeats`` rounds after
-        one that is not counted, fewer where a function would take more than a second."""
+        """Milliseconds of each function, the median of calls in turn, so that drift hits all: ``repeats`` rounds after
+        one that is not counted, but no more than three where a function takes more than a second on average."""
         for function in functions.values():
             function()
-        least = dict.fromkeys(functions, math.inf)
+        times: dict[str, list[float]] = {name: [] for name in functions}
         started = self.clock()
         for turn in range(self.repeats):
             for name, function in functions.items():
-                least[name] = min(least[name], self.milliseconds(function))
-            if self.clock() - started > len(functions) and turn:
+                times[name].append(self.milliseconds(function))
+            if turn >= 2 and self.clock() - started > 3 * len(functions):
                 break
-        return least
+        return {name: statistics.median(values) for name, values in times.items()}
 
-    def least(self, function: Callable[[], object]) -> float:
+    def median(self, function: Callable[[], object]) -> float:
         """:meth:`in_turn` for one function."""
         return self.in_turn({"": function})[""]
 
@@ -173,9 +173,9 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
     x = torch.randn(tokens, K, generator=generator)
     w = torch.randn(N, K, generator=generator) / K**0.5
     bias = torch.randn(N, generator=generator)
-    fp32 = watch.least(lambda: torch.nn.functional.linear(x, w, bias))
+    fp32 = watch.median(lambda: torch.nn.functional.linear(x, w, bias))
     x16, w16, bias16 = x.bfloat16(), w.bfloat16(), bias.bfloat16()
-    bf16 = watch.least(lambda: torch.nn.functional.linear(x16, w16, bias16))
+    bf16 = watch.median(lambda: torch.nn.functional.linear(x16, w16, bias16))
     yield Row("dense", "float32", tokens, N, K, "linear", fp32, bf16 / fp32, 1.0, None, 0.0)
     yield Row("dense", "bfloat16", tokens, N, K, "linear", bf16, 1.0, fp32 / bf16, None, 0.0)
     facts = kernels.device_facts("cpu")
@@ -195,31 +195,29 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
             functions["stock"] = partial(stock, x, bias)
         truths = {"exact": exact}
         ran: dict[str, tuple[str, float]] = {}
-        for path in ("auto", "int8", "int8 replaced", "exact"):
+        for path in ("auto", "int8", "int8 each call", "exact"):
             declared, held = spec, tensors
-            if path == "int8 replaced":
-                if kernels.FORMATS[spec.format].int8_is_native:
-                    continue
+            mode: kernels.Mode = "auto" if path == "auto" else "exact" if path == "exact" else "int8"
+            operation = kernels.prepare(spec, facts, mode)
+            execution = operation.plan.execution
+            is_carried = execution == "int8" and not kernels.FORMATS[spec.format].has_int8_codes
+            if path == "int8 each call" and not is_carried:
+                continue
+            if execution not in truths:
+                truths[execution] = kernels.reference_linear(x, spec, tensors, bias, execution)
+            if is_carried and path != "int8 each call":
                 rows = kernels.to_int8_rows(spec, tensors)
                 declared, held = kernels.int8_rows_spec(spec, rows.group), rows.tensors()
-            mode: kernels.Mode = "auto" if path == "auto" else "exact" if path == "exact" else "int8"
-            operation = kernels.prepare(declared, facts, mode)
-            execution = operation.plan.execution
-            if path == "int8 replaced":
-                truth = kernels.reference_linear(x, declared, held, bias, execution)
-            else:
-                if execution not in truths:
-                    truths[execution] = kernels.reference_linear(x, spec, tensors, bias, execution)
-                truth = truths[execution]
-            error = relative(operation(x, held, bias), truth)
+                operation = kernels.prepare(declared, facts)
+            error = relative(operation(x, held, bias), truths[execution])
             if not error <= WRONG:
                 raise Wrong(f"{label}, {path}, M = {tokens}: {operation.plan.operator} is off by {error:.2g}")
             functions[path] = partial(operation, x, held, bias)
             ran[path] = f"{execution}: {operation.plan.operator}", error
-        least = watch.in_turn(functions)
-        compared = least.get("stock", stock_time) if right else None
+        medians = watch.in_turn(functions)
+        compared = medians.get("stock", stock_time) if right else None
         for path, (kernel, error) in ran.items():
-            spent = least[path]
+            spent = medians[path]
             yield Row(
                 label,
                 path,
@@ -229,7 +227,7 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
                 kernel,
                 spent,
                 bf16 / spent,
-                least["float32"] / spent,
+                medians["float32"] / spent,
                 None if compared is None else compared / spent,
                 error,
                 stock_error,
@@ -290,7 +288,7 @@ def goals_of(rows: Sequence[Row], vnni: bool, int_mm: float) -> list[Goal]:
         if row.stock:
             wanted.append((f"{fmt}, times stock's speed", to_stock, row.stock, ""))
     for fmt in INT8_CARRIED:
-        row = here[fmt, "int8 replaced"] if vnni and fmt != "convrot_w4a4" else default[fmt]
+        row = default[fmt]
         if row.stock:
             share = f" Over a float32 linear, stock takes {row.stock / row.fp32:.2f} and ours {1 / row.fp32:.2f}."
             wanted.append((f"{fmt}, times stock's speed", 3.0, row.stock, share))
@@ -340,8 +338,8 @@ def run(
     threads = torch.get_num_threads()
     measured = "CPU" if clock is time.process_time else "wall"
     note = (
-        f"Ratios are ours / stock, / bfloat16 and / float32: at most 1 is good. Least {measured} time of repeated "
-        f"calls, float32 in and out, {threads} threads, {'VNNI' if vnni else 'no VNNI'}."
+        f"Ratios are ours / stock, / bfloat16 and / float32: at most 1 is good. Medians of the {measured} time of "
+        f"repeated calls, float32 in and out, {threads} threads, {'VNNI' if vnni else 'no VNNI'}."
     )
     largest = [row for row in rows if row.tokens == tokens[-1] and row.path == "auto"]
     return Result(
