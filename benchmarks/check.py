@@ -32,7 +32,7 @@ from quant_loader.checkpoint import cache, check
 MARKER = json.dumps({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}).encode()
 NAMES = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
 SIZE = 4096
-LAYERS, QUICK_LAYERS = (33, 130, 520, 2080, 6666), (33, 130, 520, 2080)
+LAYERS = (33, 130, 520, 2080, 6666)
 STANDARD = 520
 ROUNDS, QUICK_ROUNDS = 60, 15
 MILLISECONDS = 15.0
@@ -215,9 +215,9 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     columns += ["check / walk", "reads alone, ms", "check a tensor, us", "checked again, ms", "cold file, ms"]
     note = (
         "Medians of the processor time of alternating runs on a warm file, row scales included; the cold file by the "
-        "wall clock. Ratios are check / other: smaller is better. The parse only reads the header's JSON, the walk only "
-        "opens the file; neither judges anything nor reads a scale. Reads alone: the markers and row scales, one by "
-        "one, not looked at. The garbage collector runs as it does in any program."
+        "wall clock. Ratios are check / other: smaller is better. The parse only reads the header's JSON and the walk "
+        "only opens the file; neither judges anything nor reads a scale. Reads alone: the markers and row scales, one "
+        "by one, not looked at. The garbage collector runs as it does in any program."
     )
     return Table("The cost of a check", columns, rows, note)
 
@@ -253,7 +253,7 @@ def run(quick: bool) -> Result:
     rounds = QUICK_ROUNDS if quick else ROUNDS
     costs = []
     with tempfile.TemporaryDirectory() as folder:
-        for layers in QUICK_LAYERS if quick else LAYERS:
+        for layers in LAYERS:
             layouts: tuple[Layout, ...] = ("by type", "by layer")
             for layout in layouts:
                 say(f"{3 * layers} tensors, {layout}")
