@@ -1,6 +1,6 @@
 """Loading a checkpoint of a gigabyte and more: time and memory from the start of the node until the model is ready.
 
-    python -I -m quant_loader.benchmarks.load [--quick] [--json FILE] [--formats int8_row,nvfp4] [--repeats 5]
+    python -I -m quant_loader.benchmarks.load [--quick] [--json FILE] [--formats int8_row,nvfp4] [--repeats 7]
 
 A Flux-shaped checkpoint is written for each format (random codes, plausible scales), loaded by ComfyUI's UNETLoader and
 by this pack's loader, and removed. Each load has a process of its own, in which ComfyUI and both loaders are imported
@@ -443,9 +443,9 @@ def explanation(answers: dict[str, list[dict[str, Any]]], key: str) -> str:
 
 
 def run(quick: bool, formats: Sequence[str] = (), repeats: int = 0) -> Result:
-    """Every format; `quick`: five warm loads a side and two cold ones, else nine and five."""
+    """Every format; `quick`: seven warm loads a side and two cold ones, else nine and five."""
     chosen = list(formats or FORMATS)
-    found = measure(chosen, repeats or (5 if quick else 9), 2 if quick else 5)
+    found = measure(chosen, repeats or (7 if quick else 9), 2 if quick else 5)
     goals = []
     for key, label in (("seconds", "time to load, ours / stock"), ("peak_bytes", "peak memory, ours / stock")):
         ratios = {fmt: ratio(one["warm"], key) for fmt, one in found.items()}
