@@ -11,11 +11,22 @@ import torch
 from quant_loader.checkpoint import check
 from quant_loader.demo import fixtures, models, quantize, workflows
 from quant_loader.demo.client import PromptFailed, PromptRun
+from quant_loader.demo.pictures import relative_difference
 from quant_loader.demo.server import ComfyServer
 
 PREFIX = "model.diffusion_model."
+
+# Largest difference of the latents of two files with the same tensors: float32 sums in another order. On some CPUs the
+# order depends on where in its file a plain weight starts. Activations stay unrounded (``exact``): with codes, a last
+# bit can become a step of 1/127.
+ROUNDING = 1e-5
 Render = Callable[..., tuple[PromptRun, torch.Tensor]]
-Rendered = Callable[[str], tuple[PromptRun, torch.Tensor]]
+
+
+@pytest.fixture
+def exactly(render: Render) -> Callable[[str], torch.Tensor]:
+    """The latent of a file of ``models/diffusion_models`` under the ``exact`` execution."""
+    return lambda name: render(workflows.quant_loader(name, execution="exact"))[1]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,7 @@ def saved(server: ComfyServer, folder: str) -> Path:
 
 @pytest.mark.parametrize("quantizer", fixtures.EXPECTATIONS)
 def test_model_save_writes_the_source_again(
-    quantizer: str, server: ComfyServer, render: Render, rendered: Rendered
+    quantizer: str, server: ComfyServer, exactly: Callable[[str], torch.Tensor]
 ) -> None:
     folder = f"stock-{quantizer}"
     server.client.run(graph(quantizer, "ModelSave", filename_prefix=f"{folder}/model"))
@@ -67,7 +78,7 @@ def test_model_save_writes_the_source_again(
             ), key
     target = server.models("diffusion_models") / f"{folder}.safetensors"
     target.write_bytes(path.read_bytes())
-    assert torch.equal(render(workflows.quant_loader(target.name))[1], rendered(quantizer)[1])
+    assert relative_difference(exactly(target.name), exactly(fixtures.file_name(quantizer))) < ROUNDING
 
 
 def test_a_stock_save_with_a_lora_names_the_node_that_can(server: ComfyServer, lora: str) -> None:
@@ -77,7 +88,7 @@ def test_a_stock_save_with_a_lora_names_the_node_that_can(server: ComfyServer, l
 
 
 @pytest.mark.parametrize("loras", ["leave out", "merge"])
-def test_the_packs_own_save(loras: str, server: ComfyServer, lora: str, render: Render, rendered: Rendered) -> None:
+def test_the_packs_own_save(loras: str, server: ComfyServer, lora: str, exactly: Callable[[str], torch.Tensor]) -> None:
     folder = f"own-{loras.replace(' ', '-')}"
     run = server.client.run(graph("int8_convrot", "QuantLoaderSave", lora, filename_prefix=f"{folder}/m", loras=loras))
     path = saved(server, folder)
@@ -86,5 +97,5 @@ def test_the_packs_own_save(loras: str, server: ComfyServer, lora: str, render: 
     assert ("double_blocks.0.img_mlp.0" in run.outputs["save"]["quant_loader"][0]) == (loras == "merge")
     target = server.models("diffusion_models") / f"{folder}.safetensors"
     target.write_bytes(path.read_bytes())
-    latent = render(workflows.quant_loader(target.name))[1]
-    assert torch.equal(latent, rendered("int8_convrot")[1]) == (loras == "leave out")
+    difference = relative_difference(exactly(target.name), exactly(fixtures.file_name("int8_convrot")))
+    assert difference < ROUNDING if loras == "leave out" else difference > 0.01
