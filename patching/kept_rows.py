@@ -1,7 +1,7 @@
 """INT8 rows that a CPU keeps in memory beside a weight, where the kernel would make them anew on every call.
 
-On a GPU that work is a twentieth of a product of many tokens, and memory is what is short. A CPU spends three to five
-times the product on it, and has the memory more often. The weight itself stays the file's, memory-mapped: saving,
+On a GPU that work is a twentieth of a product of many tokens, and memory is what is short. On a CPU it takes as long as
+the product of 512 tokens, and memory is there more often. The weight itself stays the file's, memory-mapped: saving,
 merging and patches see nothing of the copy, which goes when the model is unloaded.
 """
 

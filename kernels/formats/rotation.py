@@ -40,9 +40,11 @@ def _build(group: int, device: torch.device) -> Tensor:
     return sign / math.sqrt(group)
 
 
-# The three sizes that files use, made once at import: CPU only, plain tensors, never replaced, so tracing cannot poison
-# them.
-_CPU = {group: _build(group, torch.device("cpu")) for group in PREFERRED_GROUPS}
+# The three sizes that files use and the factors of their Kronecker products, made once at import: CPU only, plain
+# tensors, never replaced, so tracing cannot poison them.
+_CPU = {group: _build(group, torch.device("cpu")) for group in (*PREFERRED_GROUPS, 4)}
+# H(g) = H(a) (x) H(b) on a CPU: (a, b). Eight or three times fewer operations than H(g) itself takes.
+_CPU_FACTORS = {256: (16, 16), 64: (4, 16)}
 
 
 def hadamard(group: int, device: torch.device) -> Tensor:
@@ -75,4 +77,8 @@ def rotate(x: Tensor, group: int) -> Tensor:
         raise ValueError(
             f"{x.shape[-1]} inputs cannot be rotated in groups of {group}: the group must divide the inputs"
         )
+    if x.device.type == "cpu" and group in _CPU_FACTORS:
+        # Entry i * b + j of a group stands in row i and column j: x (H(a) (x) H(b)) = H(a) X H(b), both symmetric.
+        a, b = _CPU_FACTORS[group]
+        return torch.matmul(_CPU[a], torch.matmul(x32.reshape(-1, a, b), _CPU[b])).reshape(x.shape)
     return (x32.reshape(-1, group) @ hadamard(group, x.device)).reshape(x.shape)
