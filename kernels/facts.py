@@ -36,7 +36,8 @@ class DeviceFacts:
 
     ``device`` is torch's device type ("cuda" for AMD cards too). ``kitchen_operators`` holds ``"backend.operator"`` for
     every comfy-kitchen backend that is loaded and not disabled and has a real kernel (its "eager" backend is left out:
-    it is plain torch). ``memory`` is the device's in bytes, 0 where unknown.
+    it is plain torch). ``memory`` is the device's in bytes, 0 where unknown. ``vnni``: a CPU with exact byte products;
+    ``bf16``: a device with units for bfloat16 products.
     """
 
     device: str = "cpu"
@@ -53,6 +54,7 @@ class DeviceFacts:
     kitchen_problem: str = ""
     triton: Version | None = None
     vnni: bool = False
+    bf16: bool = True
     own_kernels: OwnKernels = "on"
 
     @property
@@ -88,6 +90,8 @@ class DeviceFacts:
         return "GTX 16" in self.name or self.name.endswith(("MX450", "MX550"))
 
 
+#: The first compute capability with bfloat16 units.
+_BF16_SM = (8, 0)
 _CDNA = frozenset({"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"})
 
 
@@ -148,6 +152,24 @@ def _kitchen() -> tuple[str | None, frozenset[str], frozenset[str], str]:
     return version, frozenset(backends), frozenset(operators), "; ".join(problems)
 
 
+def cpu_has_vnni() -> bool:
+    """Whether this CPU multiplies bytes exactly (VNNI). Without it ``torch._int_mm`` saturates and is wrong."""
+    probe = getattr(torch.cpu, "_is_vnni_supported", None)
+    return bool(probe is not None and probe())
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether ``device`` has units for bfloat16 products: not so NVIDIA cards before Ampere, and CPUs without
+    AVX512-BF16 or AMX, which take several times as long as for float32.
+    """
+    if device.type == "cpu":
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(bool(probe()) for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= _BF16_SM
+    return True
+
+
 def device_facts(device: torch.device | str) -> DeviceFacts:
     """Collect the facts about ``device``. Runs no kernel and allocates nothing on the device."""
     device = torch.device(device)
@@ -166,9 +188,7 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
         own_kernels=own_kernels(),
     )
     if device.type == "cpu":
-        from .formats.products import cpu_has_vnni
-
-        return replace(facts, vnni=cpu_has_vnni())
+        return replace(facts, vnni=cpu_has_vnni(), bf16=has_bf16(device))
     if device.type == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
         arch = properties.gcnArchName.split(":")[0] if torch.version.hip is not None else None
@@ -178,6 +198,7 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
             capability=None if arch else (properties.major, properties.minor),
             arch=arch,
             memory=properties.total_memory,
+            bf16=has_bf16(device),
         )
     return facts
 
@@ -223,6 +244,7 @@ def _nvidia(name: str, sm: tuple[int, int], gib: int, cuda: Version = (13, 0), k
         kitchen_backends=frozenset({"cuda"} if operators else ()),
         kitchen_operators=operators,
         triton=(3, 8, 0),
+        bf16=sm >= _BF16_SM,
     )
 
 
@@ -268,8 +290,8 @@ def _devices() -> dict[str, DeviceFacts]:
     plain = partial(DeviceFacts, torch=(2, 14, 1), kitchen="0.2.26", triton=None)
     devices |= {
         "mps": plain(device="mps", name="Apple GPU"),
-        "cpu": plain(device="cpu", name="CPU"),
-        "cpu-vnni": plain(device="cpu", name="CPU", vnni=True),
+        "cpu": plain(device="cpu", name="CPU", bf16=False),
+        "cpu-vnni": plain(device="cpu", name="CPU", vnni=True, bf16=False),
     }
     aliases = {
         "sm_61": "gtx1080",

@@ -101,6 +101,8 @@ def plan(spec: Spec, facts: DeviceFacts, execution: Mode = "auto", backend: Back
         fallbacks = (*fallbacks, "torch")
     slow = chosen.slow(facts)
     sentences = [chosen.why, note, _what_stood_in_the_way(chosen, passed_over, facts)]
+    if chosen.execution == "exact" and not facts.bf16:
+        sentences.append("A bfloat16 model's products run in float32: there are no bfloat16 units here.")
     if slow:
         sentences.append("Slower here than a 16-bit linear; the auto or exact execution is faster.")
     return Plan(

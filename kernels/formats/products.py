@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..facts import cpu_has_vnni, has_bf16
 from ..retire import KERNEL_ERRORS, is_out_of_memory, is_retired, retire
 from . import quantize
 from .rotation import rotate
@@ -100,12 +101,6 @@ def quantize_activation(x: Tensor, group: int, bits: int = 8) -> tuple[Tensor, T
     for start, stop in chunks:
         codes[start:stop], scale[start:stop] = quantiser(rotate(x[start:stop], group))
     return codes, scale
-
-
-def cpu_has_vnni() -> bool:
-    """Whether this CPU multiplies bytes exactly (VNNI). Without it ``torch._int_mm`` saturates and is wrong."""
-    probe = getattr(torch.cpu, "_is_vnni_supported", None)
-    return bool(probe is not None and probe())
 
 
 def has_int_mm(device: torch.device) -> bool:
@@ -239,23 +234,14 @@ def values_linear(x: Tensor, xv: Tensor, N: int, rows: FloatRows, scale: Tensor 
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a dense product of ``x`` is fastest in without losing range.
-
-    Half precision matrix units are not everywhere: CPUs multiply float16 (and, without AVX512-BF16 or AMX, bfloat16)
-    several times slower than float32, and GPUs before Ampere have no bfloat16 unit.
+    """The dtype a dense product of ``x`` is fastest in without losing range: its own where the device has units for it
+    (no CPU has any for float16), else float32.
     """
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return torch.float32
-    if x.device.type == "cpu":
-        return torch.bfloat16 if x.dtype is torch.bfloat16 and _cpu_has_bf16() else torch.float32
-    if x.device.type == "cuda" and x.dtype is torch.bfloat16 and torch.version.hip is None:
-        return x.dtype if torch.cuda.get_device_capability(x.device) >= (8, 0) else torch.float32
-    return x.dtype
-
-
-def _cpu_has_bf16() -> bool:
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(probe()) for probe in (getattr(torch.cpu, name, None) for name in names) if probe is not None)
+    if x.dtype is torch.bfloat16:
+        return x.dtype if has_bf16(x.device) else torch.float32
+    if x.dtype is torch.float16:
+        return x.dtype if x.device.type != "cpu" else torch.float32
+    return torch.float32
 
 
 def dense_linear(x: Tensor, N: int, rows: FloatRows, group: int, bias: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ PATHS = [
     pytest.param(
         True,
         id="byte products",
-        marks=pytest.mark.skipif(not products.cpu_has_vnni(), reason="this CPU has no VNNI; it takes the other path"),
+        marks=pytest.mark.skipif(not device_facts(CPU).vnni, reason="this CPU has no VNNI; it takes the other path"),
     ),
     pytest.param(False, id="float32 products"),
 ]
@@ -93,4 +93,4 @@ def test_strides_and_leading_dimensions_change_nothing(
 def test_the_plan_says_which_products_run() -> None:
     spec = LayerSpec("layer", "int8_tensorwise", (64, 64))
     operator = plan(spec, device_facts(CPU)).operator
-    assert operator == ("torch._int_mm" if products.cpu_has_vnni() else "float32 products of the codes")
+    assert operator == ("torch._int_mm" if device_facts(CPU).vnni else "float32 products of the codes")

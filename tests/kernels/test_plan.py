@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from quant_loader import kernels
 from quant_loader.checkpoint import LayerSpec
-from quant_loader.kernels.facts import own_kernels, parse_version
+from quant_loader.kernels.facts import has_bf16, own_kernels, parse_version
+from quant_loader.kernels.formats import products
 
 ANNOTATIONS = {
     "int8_tensorwise": {"convrot": True, "convrot_groupsize": 256},
@@ -233,3 +235,32 @@ def test_devices_have_both_names() -> None:
     assert kernels.DEVICES["sm_86"] is kernels.DEVICES["rtx3090"]
     assert kernels.DEVICES["sm_120-cu12"] is kernels.DEVICES["rtx5090-cu12"]
     assert kernels.DEVICES["gfx1201"] is kernels.DEVICES["rx9070"]
+
+
+SENTENCE = "A bfloat16 model's products run in float32: there are no bfloat16 units here."
+
+
+def test_cards_before_ampere_and_plain_cpus_never_get_a_bfloat16_product() -> None:
+    without = {device for device, facts in kernels.DEVICES.items() if not facts.bf16}
+    cards = {"gtx1080", "gtx1660", "rtx2080", "sm_61", "sm_75"}
+    assert without == {*cards, *(f"{card}-cu12" for card in cards), "cpu", "cpu-vnni"}
+    for device, facts in kernels.DEVICES.items():
+        for name in FORMATS:
+            told = SENTENCE in kernels.plan(spec(name), facts, "exact").reason
+            assert told == (device in without), device
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_body_keeps_to_that_fact(supported, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert kernels.device_facts("cpu").bf16 == supported
+    assert products.product_dtype(torch.zeros(1, dtype=torch.bfloat16)) is dtype
+    assert products.product_dtype(torch.zeros(1, dtype=torch.float16)) is torch.float32
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_a_mock_card_has_bfloat16_from_ampere(capability, expected, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert has_bf16(torch.device("cuda")) == expected
