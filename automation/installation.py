@@ -19,7 +19,7 @@ from .errors import RequestError
 
 _ENDINGS = (".safetensors", ".sft")
 _INDEX = ".safetensors.index.json"
-_SHARD = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<total>\d{5}\.[^.]+)\Z", re.DOTALL)
+_SHARD = re.compile(r"(?P<stem>.*)-[0-9]{5}-of-(?P<total>[0-9]{5}\.[^.]+)\Z", re.DOTALL)
 
 
 @dataclass

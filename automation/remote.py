@@ -27,7 +27,7 @@ FIRST = 256 << 10
 """Bytes of the first request: most headers fit."""
 _INDEX_END = ".safetensors.index.json"
 _PICKLES = (".ckpt", ".pt", ".pth", ".pkl", ".bin")
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<end>\.safetensors)\Z", re.DOTALL)
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<end>\.safetensors)\Z", re.DOTALL)
 UNREAD = "extra.remote.partial"
 """The notice on every report made from an address."""
 

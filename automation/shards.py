@@ -18,7 +18,7 @@ from .draft import Part, Piece
 from .errors import Refused, RequestError
 
 INDEX_END = ".safetensors.index.json"
-_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}(?P<end>\.(?:safetensors|sft))\Z", re.DOTALL)
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]{5}-of-[0-9]{5}(?P<end>\.(?:safetensors|sft))\Z", re.DOTALL)
 _NOT_THERE = frozenset({"extra.file.not_found", "extra.file.special", "extra.file.unreadable"})
 
 

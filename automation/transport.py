@@ -37,7 +37,7 @@ PAUSE = 0.2
 """Seconds before the second try; doubled for each further one."""
 WORKERS = 8
 _PIECE = 64 << 10
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})\Z")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})\Z")
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 

@@ -41,6 +41,7 @@ CUT_TRAILING = (
 REPAIR = "Run `quant-loader repair` on the file (lossless)"
 MENDABLE = " Or mend the file for good: `quant-loader repair` writes what it means in the standard form (lossless)."
 NOT_MENDABLE = " `quant-loader repair` does not help here: the strict rules have no form for {what}."
+READ_NESTED = "Set rules to compatible, which reads the nested settings where the declaration itself is silent. Or: "
 DECLARE = "If you know how the file was made, declare it: `quant-loader repair FILE --declare FORMAT`."
 
 _ROWS: tuple[Rule, ...] = (
@@ -370,8 +371,7 @@ _ROWS: tuple[Rule, ...] = (
         "error",
         "contradicting nested settings",
         "Layer {layer}: the nested `params` say {found}, while the declaration itself reads as {expected}.",
-        "Try rules = compatible, which reads the nested settings where the declaration itself is silent; or export "
-        "the layer again.",
+        "{remedy}Export the layer again with one of the two left out.",
         "ComfyUI falls back to nested `params`, other runtimes do not: the same file gives two different pictures.",
     ),
     Rule(

@@ -13,7 +13,7 @@ from typing import Any
 from .catalogue import REDOWNLOAD, REEXPORT
 from .files import Checkpoint
 from .findings import Findings
-from .header import MAX_CONTAINERS, Header, HeaderError, TensorInfo, open_again
+from .header import MAX_CONTAINERS, Header, HeaderError, TensorInfo, has_big_integer, open_again
 from .layer import same
 from .report import DeclaredBy
 from .words import clean, conf, show
@@ -123,11 +123,6 @@ def too_many(count: int, path: str, findings: Findings) -> bool:
         found=f"{count:,}",
     )
     return True
-
-
-def has_big_integer(error: ValueError) -> bool:
-    """Whether a JSON error is Python's limit on the digits of an integer (4,300), not bad JSON."""
-    return not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) and "digits" in str(error)
 
 
 def collect(checkpoint: Checkpoint, findings: Findings, *, compatible: bool) -> Declarations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 from .catalogue import CUT_TRAILING
 from .findings import Findings
 from .header import MAX_HEADER, Header, HeaderError, Stamp, TensorInfo, open_raw, read_header
-from .words import clean, listing
+from .words import clean, listing, show
 
 MAX_SHARDS = 2000
-_SHARD = re.compile(r"(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<ext>\.[^.]+)\Z", re.DOTALL)
+_SHARD = re.compile(r"(?P<stem>.*?)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})(?P<ext>\.[^.]+)\Z", re.DOTALL)
 _PICKLE_EXT = (".ckpt", ".pt", ".pth", ".pkl", ".pickle", ".bin")
 _INDEX_END = ".index.json"
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -161,10 +162,21 @@ def _read_index(path: str, findings: Findings) -> Index | None:
     except HeaderError as error:
         findings.add(error.rule, file=clean(os.path.basename(path)), found=error.detail, expected=error.expected)
         return None
+    doubled: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            doubled.extend(key for key, times in Counter(key for key, _ in items).items() if times > 1)
+        return result
+
     try:
-        document: Any = json.loads(text)
+        document: Any = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError):
         bad("it is not JSON")
+        return None
+    if doubled:
+        bad(f"it says two things of {listing([clean(key) for key in doubled])}")
         return None
     weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
     if not isinstance(weight_map, Mapping) or not weight_map:
@@ -173,14 +185,13 @@ def _read_index(path: str, findings: Findings) -> Index | None:
     folder = os.path.dirname(path)
     placed: dict[str, str] = {}
     for tensor, shard in weight_map.items():
-        if (
-            not isinstance(shard, str)
-            or not shard
-            or os.path.basename(shard) != shard
-            or "\\" in shard
-            or "\0" in shard
-            or shard == ".."
-        ):
+        if not isinstance(shard, str):
+            bad(f"it names no file for {clean(tensor)}, but {show(shard)}")
+            return None
+        if shard == os.path.basename(path):
+            bad(f"it names itself as the file of {clean(tensor)}")
+            return None
+        if not shard or os.path.basename(shard) != shard or "\\" in shard or "\0" in shard or shard == "..":
             bad("it names a file outside its folder")
             return None
         placed[tensor] = os.path.join(folder, shard)
@@ -219,7 +230,7 @@ def load(given: list[str], findings: Findings) -> Checkpoint:
     paths, indices = expand(given, findings)
     checkpoint = Checkpoint(tuple(paths), index_stamps={path: index.stamp for path, index in indices.items()})
     for path in paths:
-        base = clean(os.path.basename(path))
+        base = clean(os.path.basename(path) or path) or "an empty path"
         rule = _foreign_file(path)
         if rule is not None and not (rule == "extra.foreign.pickle" and not os.path.exists(path)):
             findings.add(rule, file=base, found=base)

@@ -310,6 +310,11 @@ def _constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def has_big_integer(error: ValueError) -> bool:
+    """Whether a JSON error is Python's limit on the digits of an integer (4,300), not bad JSON."""
+    return not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) and "digits" in str(error)
+
+
 def _parse(text: bytes) -> dict[str, Any]:
     try:
         decoded = text.decode("utf-8")
@@ -320,7 +325,8 @@ def _parse(text: bytes) -> dict[str, Any]:
     except RecursionError:
         _damaged("the header is nested too deeply")
     except ValueError as error:
-        _damaged(f"the header is not JSON ({error})"[:200])
+        why = "it holds a number with thousands of digits" if has_big_integer(error) else error
+        _damaged(f"the header is not JSON ({why})"[:200])
     if not isinstance(document, dict):
         _damaged("the header is not a JSON object")
     if "\\u" in decoded:

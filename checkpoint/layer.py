@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .catalogue import READ_NESTED
 from .dtypes import FLOATS, WIDE_FLOATS
 from .findings import Findings
 from .header import TensorInfo
@@ -89,6 +90,8 @@ class Layer:
         self.reads: list[Read] = []
         self.used: set[str] = set()
         self.sound = True
+        self.refused_rotation = False
+        """Whether a rotation that the format cannot have, or cannot lack, was refused."""
         self.silent = True
         """Whether nothing at all was said about this layer."""
 
@@ -133,13 +136,16 @@ class Layer:
                 return params[key]
         return default
 
-    def nested_params(self, effective: Mapping[str, Any]) -> None:
-        """Check the nested ``params`` against the settings in effect (``effective``: only those this format reads)."""
+    def nested_params(self, effective: Mapping[str, Any], fixed: tuple[str, ...] = ()) -> None:
+        """Check the nested ``params`` against the settings in effect (``effective``: only those this format reads).
+
+        ``fixed``: those that the format leaves no choice in. One that was refused already is not refused again.
+        """
         params = self.conf.get("params")
         if not isinstance(params, Mapping):
             return
         for key, value in effective.items():
-            if key not in params or value is None:
+            if key not in params or value is None or (key in fixed and self.refused_rotation):
                 continue
             nested = params[key]
             if nested is None:
@@ -148,10 +154,12 @@ class Layer:
                 if self.compatible and key not in self.conf:
                     self.dialect(f"{key} {show(nested)} read from nested params", "params")
                 continue
+            said = key in self.conf
             self.fault(
                 "extra.params.contradict",
-                expected=f"{key} {show(value)}" + ("" if key in self.conf else " (by default)"),
+                expected=f"{key} {show(value)}" + ("" if said else " (by default)"),
                 found=f"{key} {show(nested)}",
+                remedy="" if said or key in fixed or self.compatible else READ_NESTED,
             )
 
     def whole_number(self, key: str, default: int) -> int | None:
@@ -191,6 +199,7 @@ class Layer:
     def always_rotated(self, format_name: str) -> None:
         """Formats that are rotated whatever the declaration says must not be declared unrotated."""
         if self.setting("convrot") is not None and self.flag("convrot") is False:
+            self.refused_rotation = True
             self.fault(
                 "extra.convrot.unsupported",
                 found=show(self.setting("convrot")),
@@ -207,12 +216,13 @@ class Layer:
     def no_rotation(self, format_name: str) -> None:
         """Formats without rotation must not claim one, in nested ``params`` neither."""
         if self.setting("convrot"):
+            self.refused_rotation = True
             self.fault(
                 "extra.convrot.unsupported",
                 found=show(self.setting("convrot")),
                 expected=f"{format_name} weights are never rotated",
             )
-        self.nested_params({"convrot": False})
+        self.nested_params({"convrot": False}, ("convrot",))
 
 
 def same(a: Any, b: Any) -> bool:

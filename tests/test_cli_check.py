@@ -49,6 +49,11 @@ def bad(tmp_path):
     return write(tmp_path / "bad.safetensors", marker=None)
 
 
+def test_an_empty_path_is_named(capsys):
+    assert main(["check", ""]) == 2
+    assert "an empty path was not found." in capsys.readouterr().out
+
+
 def test_exit_codes(good, bad, tmp_path, capsys):
     empty = tmp_path / "empty.safetensors"
     empty.write_bytes(struct.pack("<Q", 2) + b"{}")

@@ -12,7 +12,6 @@ from ..header import TensorInfo
 from ..report import LayerSpec
 from .source import Source
 
-CHUNK = 4 << 20
 _WEIGHT_ENDS = (".weight", ".weight._data")
 
 
@@ -20,10 +19,7 @@ def check_floats(spec: LayerSpec, source: Source, findings: Findings) -> None:
     """Name the tensors that hold a NaN or an infinite value: one is enough for a black picture."""
     for suffix, tensor in _beside(spec, source):
         bad = {"NaN": 0, "infinite": 0}
-        for start in range(0, tensor.nbytes, CHUNK):
-            if source.expired:
-                break
-            data = source.read(tensor, start, min(CHUNK, tensor.nbytes - start))
+        for _, data in source.chunks(tensor):
             values = decode(tensor.dtype, data.data)
             if not np.isfinite(values).all():
                 bad["NaN"] += int(np.isnan(values).sum())

@@ -74,9 +74,10 @@ class Witnesses:
                     known.append(tensor)
 
     def of(self, spec: LayerSpec) -> list[TensorInfo]:
-        """Candidates for a layer's input channels; not its own scales, which describe its outputs."""
-        own = set(spec.tensors.values()) - {spec.tensors.get("pre_quant_scale")}
-        return [t for t in self._found.get((_scope(spec.tensors["weight"]), spec.K), ()) if t.name not in own]
+        """Candidates for a layer's input channels; not its own scales and bias, which describe its outputs."""
+        weight = spec.tensors["weight"]
+        own = {*spec.tensors.values(), f"{weight.removesuffix('weight')}bias"} - {spec.tensors.get("pre_quant_scale")}
+        return [t for t in self._found.get((_scope(weight), spec.K), ()) if t.name not in own]
 
 
 def _scope(name: str) -> str:

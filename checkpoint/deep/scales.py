@@ -11,7 +11,6 @@ from ..report import LayerSpec
 from .decode import BLOCK
 from .source import Bytes, Source
 
-CHUNK = 4 << 20
 ENOUGH = 256 << 10
 _SUFFIX = {"nvfp4": "weight_scale", "mxfp8": "weight_scale", "asym_w4a8_int8": "weight_s_rel"}
 _NAMED = 4
@@ -27,10 +26,7 @@ def check_block_scales(spec: LayerSpec, source: Source, findings: Findings) -> b
     first_bad = 0xFF if e8m0 else 0x7F  # E4M3: 0x7F is NaN, 0x80 and above negative
     counts = {"NaN": 0, "negative": 0}
     rows: set[int] = set()
-    for start in range(0, tensor.nbytes, CHUNK):
-        if source.expired:
-            break
-        data = source.read(tensor, start, min(CHUNK, tensor.nbytes - start))
+    for start, data in source.chunks(tensor):
         if int(data.max()) < first_bad:
             continue
         nan = (data == 0xFF) if e8m0 else (data & 0x7F) == 0x7F

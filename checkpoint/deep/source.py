@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,7 @@ Matrix = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.intp]
 
 MAX_OPEN = 16
+CHUNK = 4 << 20
 RUN = 16
 """Sampled rows come in aligned runs of this many: few reads, and never across two 128-row tiles of block scales."""
 VALUES = 1 << 17
@@ -62,6 +63,13 @@ class Source:
     def read(self, tensor: TensorInfo, offset: int, size: int) -> Bytes:
         """``size`` bytes of a tensor's data, from ``offset`` on."""
         return self.at(tensor.path, tensor.start + offset, size)
+
+    def chunks(self, tensor: TensorInfo) -> Iterator[tuple[int, Bytes]]:
+        """A tensor's data piece by piece, each with its offset, until the deadline."""
+        for start in range(0, tensor.nbytes, CHUNK):
+            if self.expired:
+                break
+            yield start, self.read(tensor, start, min(CHUNK, tensor.nbytes - start))
 
     def rows(self, tensor: TensorInfo, runs: Sequence[range], row_bytes: int, width: int) -> Bytes:
         """The first ``width`` bytes of each row of ``runs``: (rows, width)."""

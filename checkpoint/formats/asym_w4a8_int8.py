@@ -41,7 +41,7 @@ def check(layer: Layer) -> Understood | None:
     plain = layer.whole_number("group_size", DEFAULT_GROUP) if group is not None else None
     if plain is not None and (k % 16 or k % plain or (16 % plain and plain % 16)):
         layer.fault("extra.w4a8.group", expected=_GROUP_MATHS, found=show(plain), inputs=str(k))
-    layer.nested_params({"convrot": True, "group_size": plain, "convrot_groupsize": rotation})
+    layer.nested_params({"convrot": True, "group_size": plain, "convrot_groupsize": rotation}, ("convrot",))
     if not layer.sound or plain is None or rotation is None:
         return None
     layer.read("weight_s_channel", channel, reach=127.0)

@@ -59,7 +59,7 @@ def check(layer: Layer) -> Understood | None:
         k = 2 * weight.shape[1]
         if k % 64 or k % size:
             layer.fault("w4a4.input_size", expected=f"64 and of the rotation group {size}", found=str(k))
-    layer.nested_params({"convrot": True, "convrot_groupsize": size, "linear_dtype": linear_dtype})
+    layer.nested_params({"convrot": True, "convrot_groupsize": size, "linear_dtype": linear_dtype}, ("convrot",))
     if not layer.sound or size is None:
         return None
     layer.read("weight_scale", scale, reach=8.0)

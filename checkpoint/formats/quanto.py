@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..declarations import has_big_integer, too_deep, too_many
+from ..declarations import too_deep, too_many
 from ..findings import Findings
-from ..header import TensorInfo
+from ..header import TensorInfo, has_big_integer
 from ..layer import Read, check_bias, look, typed
 from ..report import LayerSpec
 from ..words import clean, dims, listing, show

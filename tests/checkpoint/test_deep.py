@@ -15,7 +15,7 @@ import pytest
 from quant_loader.checkpoint import RULES, check, open_checkpoint
 from quant_loader.checkpoint.deep import deep_check
 from quant_loader.checkpoint.deep.decode import tile_offsets
-from quant_loader.checkpoint.deep.nibbles import pair_scores
+from quant_loader.checkpoint.deep.nibbles import Witnesses, pair_scores
 from quant_loader.checkpoint.deep.rotation import hadamard, rotate
 from quant_loader.checkpoint.findings import Findings
 from quant_loader.checkpoint.header import RawFile
@@ -758,3 +758,18 @@ def test_one_nan_beside_the_codes_is_named(tmp_path, rng, make, suffix, dtype, v
 
 def test_every_rule_of_the_deep_check_has_examples():
     assert set(EXAMPLES) == {rule for rule in RULES if rule.startswith("extra.deep.")}
+
+
+def test_a_layers_own_bias_is_no_witness_of_its_inputs(tmp_path):
+    """It describes outputs; in a square layer it would look like a tensor of the inputs."""
+    tensors = {
+        "blocks.0.proj.weight": ("I8", np.zeros((256, 128), np.int8)),
+        "blocks.0.proj.weight_scale": ("F32", np.full(256, 0.01, np.float32)),
+        "blocks.0.proj.bias": ("F32", np.ones(256, np.float32)),
+        "blocks.0.norm.weight": ("F32", np.ones(256, np.float32)),
+    }
+    marker = np.frombuffer(b'{"format": "convrot_w4a4"}', np.uint8)
+    path = save(tmp_path / "m.safetensors", {**tensors, "blocks.0.proj.comfy_quant": ("U8", marker)})
+    (spec,) = check(path).layers
+    found = Witnesses(open_checkpoint(path).tensors.values()).of(spec)
+    assert [tensor.name for tensor in found] == ["blocks.0.norm.weight"]

@@ -333,8 +333,35 @@ def test_nested_params(answers, tools):
     nested = {**PLAIN, "params": {"convrot": True, "convrot_groupsize": 64}}
     strict, compatible = answers(tools.layers.int8(), markers={"a": nested})
     assert rules(strict) == {"extra.params.contradict"}
+    assert strict.faults[0].fix.startswith("Set rules to compatible, which reads the nested settings")
     assert compatible.layers[0].annotations["convrot"] is True
     assert compatible.layers[0].annotations["convrot_groupsize"] == 64
+
+
+def test_nested_params_that_say_something_else_are_refused_by_both_rules(answers, tools):
+    """No rules make one of two statements the right one: the fix must not send anybody there."""
+    contradicting = {**PLAIN, "convrot": False, "params": {"convrot": True}}
+    for report in answers(tools.layers.int8(), markers={"a": contradicting}):
+        (fault,) = report.errors
+        assert fault.rule == "extra.params.contradict"
+        assert fault.fix == "Export the layer again with one of the two left out."
+
+
+@pytest.mark.parametrize(
+    ("layer", "marker", "convrot"),
+    [
+        ("fp8", {"format": "float8_e4m3fn"}, True),
+        ("nvfp4", {"format": "nvfp4"}, True),
+        ("w4a4", {"format": "convrot_w4a4"}, False),
+        ("w4a8", {"format": "asym_w4a8_int8"}, False),
+    ],
+)
+def test_a_nested_rotation_that_the_format_leaves_no_choice_in_is_one_fault(answers, tools, layer, marker, convrot):
+    parts = getattr(tools.layers, layer)()
+    for report in answers(parts, markers={"a": {**marker, "params": {"convrot": convrot}}}):
+        (fault,) = report.errors
+        assert fault.rule in ("extra.params.contradict", "extra.convrot.unsupported")
+        assert "compatible" not in fault.fix
 
 
 def test_unaligned_int8(answers, tools):

@@ -152,6 +152,33 @@ def test_unusable_indices(tmp_path, text):
     assert rules(check(path)) == {"extra.shards.index"}
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"weight_map": {"a.weight": 3}}', "it names no file for a.weight, but 3"),
+        ('{"weight_map": {"a.weight": null}}', "it names no file for a.weight, but null"),
+        ('{"weight_map": {"a.weight": "m.safetensors.index.json"}}', "it names itself as the file of a.weight"),
+        (
+            '{"weight_map": {"a.weight": "x.safetensors", "a.weight": "y.safetensors"}}',
+            "it says two things of a.weight",
+        ),
+        ('{"weight_map": {}, "weight_map": {"a.weight": "x.safetensors"}}', "it says two things of weight_map"),
+        ('{"weight_map": {"a.weight": ' + "9" * 5000 + "}}", "it is not JSON"),
+    ],
+)
+def test_an_index_that_is_wrong_inside_says_where(tmp_path, text, found):
+    path = tmp_path / "m.safetensors.index.json"
+    path.write_text(text)
+    (fault,) = check(path).faults
+    assert (fault.rule, fault.found) == ("extra.shards.index", found)
+
+
+def test_a_number_in_other_digits_makes_no_shard(tmp_path, tools):
+    """Full-width digits are digits to a regular expression, but no tool writes them."""
+    path = tools.write(tmp_path / "m-\uff10\uff10\uff10\uff10\uff11-of-00002.safetensors", {})
+    assert check(path).verdict == "unquantized"
+
+
 def test_one_tensor_in_two_shards(tmp_path, tools):
     for shard, scale in ((1, 0.5), (2, 0.25)):
         part = ("F32", [], tools.number("F32", scale))
