@@ -202,7 +202,7 @@ def _figures(model: Any, device: Any, ran: Calls) -> dict[str, Any]:
         "groups": groups,
         "more_groups": len(ordered) - len(groups),
         "loaded_dequantised": _by_reason(at_load),
-        "warnings": [_cut(sentence) for sentence in (context.warnings if context is not None else [])[-MAX_SENTENCES:]],
+        "warnings": [_cut(sentence) for sentence in (context.sentences() if context is not None else [])[-MAX_SENTENCES:]],
     }
 
 

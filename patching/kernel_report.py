@@ -150,7 +150,7 @@ def dequantised_lines(*patchers: Any) -> list[str]:
 def warnings_of(*patchers: Any) -> list[str]:
     """What loading these models and their runs so far gave reason to say, once each."""
     contexts = (context_of(patcher.model) for patcher in patchers)
-    return list(dict.fromkeys(sentence for c in contexts if c is not None for sentence in c.warnings))
+    return list(dict.fromkeys(sentence for c in contexts if c is not None for sentence in c.sentences()))
 
 
 def report(patcher: Any) -> tuple[str, Group]:
@@ -172,7 +172,7 @@ def report(patcher: Any) -> tuple[str, Group]:
         lines.append(f"{inside} calls inside compiled graphs or of other models in this process.")
     lines += dequantised_lines(patcher)
     if hasattr(patcher, "lora_report"):
-        lines += patcher.lora_report()
+        lines += [*patcher.lora_report(), *patcher.hook_report()]
     warnings = warnings_of(patcher)
     lines += [f"warning: {sentence}" for sentence in warnings]
     return "\n".join(lines), {"summary": " ".join([summary, *warnings]), "groups": groups}

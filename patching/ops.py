@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,10 +48,12 @@ class LoadContext:
     """What one load learns; shared by all modules of the model that is being built.
 
     ``consumed``: packed layers that a module took. ``dequantised``: name -> why a layer has no kernel. ``mismatches``:
-    layer -> a sentence, for those whose shape the model disagrees with. ``warnings``: what the output guards said after
-    a run. ``progress`` takes a step for each layer, and with it the interrupt. ``rearranged``: layers that ComfyUI took
-    apart while loading (a transposed, split or concatenated weight), which dequantises them. ``incomplete``: whether a
-    module found one of its parameters missing in the file. Layers go by file and name: two encoders may share names.
+    layer -> a sentence, for those whose shape the model disagrees with. ``warnings``: what loading gave reason to say.
+    ``guarded``: weight key -> what the output guards last said of the layer, and the patches it ran with. ``hooked``:
+    weight key -> how the LoRAs of hooks were applied in the last run. ``progress`` takes a step for each layer, and
+    with it the interrupt. ``rearranged``: layers that ComfyUI took apart while loading (a transposed, split or
+    concatenated weight), which dequantises them. ``incomplete``: whether a module found one of its parameters missing
+    in the file. Layers go by file and name: two encoders may share names.
     """
 
     execution: Mode = "auto"
@@ -58,6 +61,8 @@ class LoadContext:
     consumed: set[LayerKey] = field(default_factory=set)
     rearranged: set[LayerKey] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+    guarded: dict[str, tuple[str, uuid.UUID | None]] = field(default_factory=dict)
+    hooked: dict[str, str] = field(default_factory=dict)
     dequantised: dict[str, str] = field(default_factory=dict)
     mismatches: dict[LayerKey, str] = field(default_factory=dict)
     incomplete: bool = False
@@ -72,6 +77,10 @@ class LoadContext:
         if key not in self._plans:
             self._plans[key] = plan(spec, self._facts[device], self.execution)
         return self._plans[key]
+
+    def sentences(self) -> list[str]:
+        """All warnings that stand: of the load, and of layers whose last run was not right."""
+        return [*self.warnings, *(sentence for sentence, _ in self.guarded.values())]
 
     def note(self, module: torch.nn.Module, prefix: str, names: Sequence[str], state_dict: Mapping[str, Any]) -> None:
         """Keep with ``module`` which of its parameters ``names`` are in the file."""

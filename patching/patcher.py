@@ -23,7 +23,7 @@ from . import guard
 from .errors import QuantLoaderError
 from .packed import parameter
 from .saving import packed_state
-from .sidepath import MERGE, Patch, SidePath, does_nothing, kind, patch_misfit
+from .sidepath import MERGE, Patch, SidePath, does_nothing, kind, patch_misfit, plain_misfit
 
 INJECTION = "quant_loader"
 log = logging.getLogger("quant_loader")
@@ -83,6 +83,7 @@ class _SidePatches:
             )
         beside, into = self._divided(patches)
         added = self._entries(beside, strength_patch, strength_model)
+        self._check_plain(into)
         with self.use_ejected():  # type: ignore[attr-defined]
             for key, entry in added:
                 self.side_patches.setdefault(key, []).append(entry)
@@ -99,8 +100,9 @@ class _SidePatches:
         if not patches:
             # No error: a hook LoRA may be for the text encoder alone.
             log.warning("Quant Loader: no key of a hook LoRA matches a layer of %s.", type(self.model).__name__)
-        beside, _ = self._divided(patches or {})
+        beside, into = self._divided(patches or {})
         self._entries(beside, strength_patch, strength_model)
+        self._check_plain(into)
         return super().add_hook_patches(hook, patches or {}, strength_patch, strength_model)  # type: ignore[misc,no-any-return]
 
     def _divided(self, patches: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -122,14 +124,21 @@ class _SidePatches:
             offset = key[1] if not isinstance(key, str) else None
             function = key[2] if not isinstance(key, str) and len(key) > 2 else None
             entry: Patch = (strength_patch, patch, strength_model, offset, function)
-            misfit = patch_misfit(weight_key, entry, tuple(packed[weight_key].weight.shape))
-            if misfit is not None:
-                raise QuantLoaderError(
-                    f"This {'merge' if kind(entry) == MERGE else 'LoRA'} does not fit the model: {misfit}. It was made "
-                    "for another model, or for another size of this one."
-                )
+            _refuse_misfit(entry, patch_misfit(weight_key, entry, tuple(packed[weight_key].weight.shape)))
             out.append((weight_key, entry))
         return out
+
+    def _check_plain(self, patches: Mapping[Any, Any]) -> None:
+        """Raise when a patch cannot fit its plain weight: ComfyUI would log that and go on without it."""
+        for key, patch in patches.items():
+            weight_key = _weight_key(key)
+            try:
+                shape = tuple(comfy.utils.get_attr(self.model, weight_key).shape)
+            except AttributeError:
+                continue  # no weight of this model, so that ComfyUI leaves the patch out
+            offset = None if isinstance(key, str) else key[1]
+            entry: Patch = (1.0, patch, 1.0, offset, None)
+            _refuse_misfit(entry, plain_misfit(weight_key, entry, shape))
 
     # Running
 
@@ -159,6 +168,7 @@ class _SidePatches:
         """Called by ComfyUI before sampling: make sure that no other clone's side paths are on the modules."""
         if self.is_injected and self.model.__dict__.get("_quant_loader_owner") != id(self):  # type: ignore[attr-defined]
             self._install()
+        context_of(self.model).hooked.clear()
         if is_compiled(self):
             # What a layer makes at its first call is made now: a graph would make it again on every call.
             for module in packed_modules(self.model).values():
@@ -197,13 +207,20 @@ class _SidePatches:
     def _kept_size(self) -> int:
         return sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
 
-    def read_guards(self) -> list[str]:
-        """What the output guards noticed since the last call; each layer speaks once. One device synchronisation."""
-        modules = packed_modules(self.model).values()
-        sentences = guard.read(m for m in modules if not m.is_table)
-        if sentences:
-            context_of(self.model).warnings.extend(sentences)
-        return sentences
+    def read_guards(self, of_several: bool = False) -> list[str]:
+        """What the output guards noticed since the last call, kept in the context. One device synchronisation.
+
+        A layer that ran without fault takes back what was said of it; where the call was one ``of_several`` (prompts
+        are encoded one by one), only if other patches were on the layer then.
+        """
+        noticed = guard.read({k: m for k, m in packed_modules(self.model).items() if not m.is_table})
+        guarded = context_of(self.model).guarded
+        for key, sentence in noticed.items():
+            if sentence:
+                guarded[key] = (sentence, self.side_uuid)
+            elif key in guarded and not (of_several and guarded[key][1] == self.side_uuid):
+                del guarded[key]
+        return [sentence for sentence in noticed.values() if sentence]
 
     # Weights
 
@@ -260,7 +277,7 @@ class _SidePatches:
             return
         if key not in combined_patches:
             return
-        self.hook_side_patches[key] = list(combined_patches[key])
+        self._hook(key, list(combined_patches[key]))
         if self.hook_mode == comfy.hooks.EnumHookMode.MaxSpeed:  # type: ignore[attr-defined]
             # In the other mode ComfyUI keeps nothing: what it finds here it takes for all that these hooks patch.
             self.cached_hook_patches.setdefault(hooks, {})[key] = (self.hook_side_patches[key], None)  # type: ignore[attr-defined]
@@ -269,7 +286,11 @@ class _SidePatches:
         if key not in packed_modules(self.model):
             super().patch_cached_hook_weights(cached_weights=cached_weights, key=key, memory_counter=memory_counter)  # type: ignore[misc]
             return
-        self.hook_side_patches[key] = cached_weights[key][0]
+        self._hook(key, cached_weights[key][0])
+
+    def _hook(self, key: str, patches: list[Patch]) -> None:
+        self.hook_side_patches[key] = patches
+        context_of(self.model).hooked[key] = SidePath(key, patches).describe()
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         with self.use_ejected():  # type: ignore[attr-defined]
@@ -365,6 +386,18 @@ class _SidePatches:
             head += f"; {into} more on plain weights, by ComfyUI"
         return [head, *(f"{key}: {side.describe()}" for key, side in sides.items())]
 
+    def hook_report(self) -> list[str]:
+        """The LoRAs of hooks on quantised layers in the last run, one line a layer: hooks come with a conditioning and
+        are gone after the run.
+        """
+        hooked = context_of(self.model).hooked
+        if not hooked:
+            return []
+        return [
+            f"LoRAs of hooks on {len(hooked)} quantised layers in the last run:",
+            *(f"{key}: {how}" for key, how in sorted(hooked.items())),
+        ]
+
 
 class _Without:
     """A model whose state dict lacks some names; everything else is the model's."""
@@ -377,6 +410,14 @@ class _Without:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _refuse_misfit(entry: Patch, misfit: str | None) -> None:
+    if misfit is not None:
+        raise QuantLoaderError(
+            f"This {'merge' if kind(entry) == MERGE else 'LoRA'} does not fit the model: {misfit}. It was made for "
+            "another model, or for another size of this one."
+        )
 
 
 def is_compiled(patcher: Any) -> bool:

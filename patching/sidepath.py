@@ -7,6 +7,7 @@ through ComfyUI's own arithmetic and in the order in which they were added: exac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,6 +68,24 @@ def patch_misfit(key: str, patch: Patch, shape: tuple[int, ...]) -> str | None:
             return f"it has a part for {key} at {start} to {start + length}, the model's has {have}"
         wanted[dim] = length
     return misfit(adapter, tuple(wanted), key)
+
+
+def plain_misfit(key: str, patch: Patch, shape: tuple[int, ...]) -> str | None:
+    """:func:`patch_misfit` for a plain weight of any dimensions, which ComfyUI patches: what it would leave out.
+
+    A LoRA's product is reshaped to the weight, so that only rows and the number of values count. Patches that widen the
+    weight (``reshape_weight``, padding), kinds with a middle matrix, and differences of convolutions, which ComfyUI
+    resizes, are its own to judge.
+    """
+    _, adapter, _, offset, _ = patch
+    if isinstance(adapter, list) or (_names(patch, "diff") and not _pads(adapter)):
+        return patch_misfit(key, patch, shape) if len(shape) != 4 else None
+    if not isinstance(adapter, LoRAAdapter) or adapter.weights[3] is not None or adapter.weights[5] is not None:
+        return None
+    if len(shape) == 2 or offset is not None:
+        return patch_misfit(key, patch, shape)
+    rows = shape[0] if shape else 1
+    return misfit(adapter, (rows, math.prod(shape[1:])), key)
 
 
 def does_nothing(patch: Patch) -> bool:

@@ -21,17 +21,17 @@ class QuantCLIP(_CLIP):  # type: ignore[misc]
 
     def encode_from_tokens(self, *args: Any, **kwargs: Any) -> Any:
         out = super().encode_from_tokens(*args, **kwargs)
-        self.patcher.read_guards()
+        self.patcher.read_guards(of_several=True)
         return out
 
     def encode_from_tokens_scheduled(self, *args: Any, **kwargs: Any) -> Any:
         out = super().encode_from_tokens_scheduled(*args, **kwargs)
-        self.patcher.read_guards()
+        self.patcher.read_guards(of_several=True)
         return out
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         out = super().generate(*args, **kwargs)
-        self.patcher.read_guards()
+        self.patcher.read_guards(of_several=True)
         return out
 
 

@@ -218,7 +218,17 @@ def test_guards_of_a_text_encoder_speak_after_an_encode(tmp_path: Path) -> None:
     weight = module.weight
     module.weight = torch.nn.Parameter(type(weight)(weight._qdata, weight._layout_cls, params), False)
     encode(clip)
-    assert any(module.spec.name in sentence for sentence in module.context.warnings)
+    assert any(module.spec.name in sentence for sentence in module.context.sentences())
+    # Prompts are encoded one by one: a good one does not take back what was said of another.
+    module.weight = torch.nn.Parameter(weight, False)
+    encode(clip)
+    assert any(module.spec.name in sentence for sentence in module.context.sentences())
+    # With other patches on the layer it does.
+    key = next(k for k, m in packed_modules(clip.patcher.model).items() if m is module)
+    patched = clip.clone()
+    patched.add_patches({key: ("diff", (torch.zeros(*module.weight.shape),))}, 0.5)
+    encode(patched)
+    assert module.context.sentences() == []
 
 
 def test_a_dropped_text_encoder_is_rebuilt(tmp_path: Path) -> None:

@@ -299,16 +299,21 @@ def test_output_guards_name_the_layer_once(damage: str, load: Callable[..., Any]
     module.weight = torch.nn.Parameter(damaged, requires_grad=False)
     module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
     denoise(patcher)
-    (first, *others) = module.context.warnings
+    (first, *others) = module.context.sentences()
     assert (
         f"Layer {name} (int8_tensorwise)" in first
         if damage == "zero"
-        else any(name in w for w in module.context.warnings)
+        else any(name in w for w in module.context.sentences())
     )
     assert damage == "nan" or not others
-    count = len(module.context.warnings)
+    count = len(module.context.sentences())
     denoise(patcher)
-    assert len(module.context.warnings) == count
+    assert len(module.context.sentences()) == count
+    # Mended, as by taking off the LoRA that was the cause: after a run without the fault nothing is said any more.
+    mended = type(damaged)(damaged._qdata, damaged._layout_cls, params)
+    module.weight = torch.nn.Parameter(mended, requires_grad=False)
+    denoise(patcher)
+    assert module.context.sentences() == []
 
 
 def test_a_sound_model_sets_off_no_guard(load: Callable[..., Any]) -> None:
@@ -317,7 +322,7 @@ def test_a_sound_model_sets_off_no_guard(load: Callable[..., Any]) -> None:
     patcher = load("nvfp4")
     denoise(patcher)
     modules = list(packed_modules(patcher.model).values())
-    assert modules[0].context.warnings == []
+    assert modules[0].context.sentences() == []
 
 
 @pytest.mark.parametrize("quantizer", ["int8_row", "int8_convrot", "int8_scalar"])

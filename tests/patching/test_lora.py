@@ -17,6 +17,7 @@ import torch
 from in_process import FORMATS, denoise, flux_inputs, relative
 from quant_loader.demo import models, quantize
 from quant_loader.patching.errors import QuantLoaderError
+from quant_loader.patching.kernel_report import report
 from quant_loader.patching.patcher import packed_modules
 
 Tensors = dict[str, torch.Tensor]
@@ -239,6 +240,34 @@ def test_a_lora_of_another_size_is_an_error_that_names_the_layer(load: Callable[
         with_lora(load("int8_row"), lora)
 
 
+@pytest.mark.parametrize(
+    ("part", "tensors", "message"),
+    [
+        ("a LoRA", {"lora_up.weight": (H, 4), "lora_down.weight": (4, 32)}, f"{H} x 32 for .*img_in.weight.*{H} x 64"),
+        ("a difference", {"diff": (2 * H, 64)}, f"{2 * H} x 64 for .*img_in.weight.*{H} x 64"),
+        ("a bias", {"diff_b": (H // 2,)}, f"{H // 2} for .*img_in.bias.*{H}"),
+    ],
+)
+def test_a_patch_of_a_plain_layer_that_does_not_fit_is_refused_too(
+    part: str, tensors: dict[str, tuple[int, ...]], message: str, load: Callable[..., Any]
+) -> None:
+    """ComfyUI logs it while it patches, and goes on without it."""
+    patcher = load("int8_row")
+    lora = {f"lora_unet_img_in.{suffix}": _random(*shape, seed=3) for suffix, shape in tensors.items()}
+    with pytest.raises(QuantLoaderError, match=message):
+        with_lora(patcher, lora)
+    assert patcher.patches == {}
+    with pytest.raises(QuantLoaderError, match=message):
+        sample(patcher, hook_lora(lora))
+
+
+def test_the_report_counts_patches_of_plain_layers_alone(load: Callable[..., Any]) -> None:
+    patched = with_lora(load("int8_row"), {"lora_unet_img_in.diff": _random(H, models.PATCH_CHANNELS, seed=4) * 0.01})
+    assert patched.lora_report() == [
+        "0 patches on 0 quantised layers: 0 beside the weight; 1 more on plain weights, by ComfyUI"
+    ]
+
+
 def test_patches_of_plain_layers_stay_comfyuis(load: Callable[..., Any]) -> None:
     """img_in is not quantised: its patch goes into the weight, and comes out of it again."""
     patcher = load("int8_row")
@@ -282,6 +311,15 @@ def test_unloading_takes_the_matrices_of_a_lora_off_the_device(load: Callable[..
     comfy.model_management.unload_all_models()
     assert all(copy() is None for copy in copies)
     assert torch.equal(denoise(patched), before)
+
+
+def test_a_clone_that_takes_another_ones_place_lets_its_matrices_go(load: Callable[..., Any]) -> None:
+    patcher = load("int8_row")
+    first, second = with_lora(patcher, kohya_lora(seed=1)), with_lora(patcher, kohya_lora(seed=2))
+    held = [side for side in (denoise(first), first._side_paths)[1].values() if side._on_device]
+    assert held
+    denoise(second)
+    assert not any(side._on_device for side in held)
 
 
 def test_a_clone_that_is_thrown_away_takes_nothing_with_it(load: Callable[..., Any]) -> None:
@@ -357,6 +395,19 @@ def test_a_hook_lora_acts_on_its_conditioning_only(load: Callable[..., Any]) -> 
     assert relative(hooked, everywhere) > 0.01
     assert relative(sample(patcher), plain) < 0.01
     assert torch.equal(sample(patcher, hook_lora(kohya_lora(), 0.0)), plain)
+
+
+def test_the_report_tells_of_the_hooks_of_the_last_run(load: Callable[..., Any]) -> None:
+    patcher = load("int8_convrot")
+    sample(patcher, hook_lora(kohya_lora()))
+    text = report(patcher)[0]
+    count = len({key for key in kohya_lora() if key.endswith("lora_up.weight")})
+    assert f"LoRAs of hooks on {count} quantised layers in the last run:" in text
+    assert text.count("1 beside the weight, rank ") == count
+    sample(patcher, hook_lora(loha()))
+    assert "1 on a dequantised copy: LoHa has no low-rank form" in report(patcher)[0]
+    sample(patcher)
+    assert "hooks" not in report(patcher)[0]
 
 
 def test_scheduled_loras_follow_their_keyframes(load: Callable[..., Any]) -> None:
