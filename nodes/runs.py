@@ -192,6 +192,7 @@ def _figures(model: Any, device: Any, ran: Calls) -> dict[str, Any]:
         | {"layers": [_cut(name) for name in names[:NAMED_LAYERS]]}
         for way, names in ordered[:MAX_GROUPS]
     ]
+    warnings = context.sentences() if context is not None else []
     decoded = {layer for layer, ways in ran.items() if any(w[3] == "exact" and w[2] != LOOKUP for w in ways)}
     return {
         "device": device_facts(device).name,
@@ -202,7 +203,7 @@ def _figures(model: Any, device: Any, ran: Calls) -> dict[str, Any]:
         "groups": groups,
         "more_groups": len(ordered) - len(groups),
         "loaded_dequantised": _by_reason(at_load),
-        "warnings": [_cut(sentence) for sentence in (context.sentences() if context is not None else [])[-MAX_SENTENCES:]],
+        "warnings": [_cut(sentence) for sentence in warnings[-MAX_SENTENCES:]],
     }
 
 

@@ -67,6 +67,21 @@ class _Source:
                     f"{names} does not fit the model that ComfyUI recognised.\n{error}\nThe file was made for another "
                     "version of this model, or is damaged; download it again or convert it again from the original."
                 ) from error
+            except (KeyError, IndexError, UnboundLocalError, AttributeError, TypeError) as error:
+                # How ComfyUI's detection of models fails where it looks for a tensor that is not there.
+                raise ModelMismatch(self._unrecognised(error)) from error
+
+    def _unrecognised(self, error: Exception) -> str:
+        from .state_dict import gaps
+
+        names = ", ".join(Path(file).name for file in self.files)
+        missing = [name for sd in self.state_dicts for name in gaps(sd)]
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        why = f"the file has no {listed}, which other blocks have" if missing else f"{type(error).__name__}: {error}"
+        return (
+            f"ComfyUI cannot make a model of {names}: {why}. The file is incomplete, or of a kind that this ComfyUI "
+            "does not know; download it again, or update ComfyUI."
+        )
 
     def verify(self, *models: Any, among: Callable[[LayerSpec], bool] | None = None) -> None:
         """Raise when a quantised layer of the files did not become a layer of ``models``, or these lack one.
@@ -77,7 +92,8 @@ class _Source:
 
         if self.layers:
             declared = [(report.files[0], layer) for report in self.reports for layer in report.layers]
-            verify([d for d in declared if among is None or among(d[1])], self.context, models)
+            names = {name for sd in self.state_dicts for name in sd}
+            verify([d for d in declared if among is None or among(d[1])], self.context, models, names)
         self.context.progress.finish()
 
     def adopt(self, patcher: Any, rebuild: Callable[..., Any], *arguments: Any) -> Any:

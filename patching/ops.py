@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class LoadContext:
         """All warnings that stand: of the load, and of layers whose last run was not right."""
         return [*self.warnings, *(sentence for sentence, _ in self.guarded.values())]
 
-    def note(self, module: torch.nn.Module, prefix: str, names: Sequence[str], state_dict: Mapping[str, Any]) -> None:
+    def note(self, module: torch.nn.Module, prefix: str, names: Sequence[str], state_dict: Collection[str]) -> None:
         """Keep with ``module`` which of its parameters ``names`` are in the file."""
         given = Given(prefix, tuple(n for n in names if f"{prefix}{n}" in state_dict))
         given = given._replace(absent=tuple(n for n in names if n not in given.present))
@@ -106,6 +106,9 @@ class _Packable:
     # What ran instead of the kernel (keys: the names in kernel_report), outside compiled graphs.
     dense_calls: Counter[str]
     # INT8 rows beside the weight, and why there are none where there should be.
+    # The weight's name where the file has none: an error once something reads it. Whoever knows that nobody reads the
+    # result sets it to None.
+    lacking: str | None
     kept: KeptRows | None
     not_kept: str
     _operators: dict[tuple[str, int | None], Any]
@@ -121,6 +124,7 @@ class _Packable:
             side_path=None,
             guard=guard.OutputGuard(),
             dense_calls=Counter(),
+            lacking=None,
             kept=None,
             not_kept="",
             _operators={},
@@ -248,6 +252,13 @@ class _Packable:
         return weight.dequantize() if is_packed(weight) else weight
 
 
+def _lacking(name: str) -> str:
+    return (
+        f"The file has no {name}, which this model needs; without it the picture would be wrong. The file is "
+        "incomplete: download it again, or convert it again from the original."
+    )
+
+
 def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(str(s) for s in shape)
 
@@ -286,9 +297,6 @@ def operations(context: LoadContext) -> Any:
                 self.weight = None
                 self.bias = None
                 self.has_bias = bias
-                # The weight's name where the file has none: an error once something reads it. Whoever knows that nobody
-                # reads the result sets it to None.
-                self.lacking: str | None = None
                 self.weight_function: list[Any] = []
                 self.bias_function: list[Any] = []
                 self._init_packable(context, dtype)
@@ -338,10 +346,7 @@ def operations(context: LoadContext) -> Any:
             def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 if self.spec is None:
                     if self.lacking is not None:
-                        raise ModelMismatch(
-                            f"The file has no {self.lacking}, which this model needs; without it the picture would be "
-                            "wrong. The file is incomplete: download it again, or convert it again from the original."
-                        )
+                        raise ModelMismatch(_lacking(self.lacking))
                     dense: torch.Tensor = super().forward(input, *args, **kwargs)
                     return dense
                 comfy.ops.run_every_op()
@@ -391,7 +396,9 @@ def operations(context: LoadContext) -> Any:
                 self._init_packable(context, kwargs.get("dtype"))
 
             def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+                context.note(self, prefix, ("weight",), state_dict)
                 weight = state_dict.get(f"{prefix}weight")
+                self.lacking = f"{prefix}weight" if weight is None else None
                 if not is_packed(weight):
                     super()._load_from_state_dict(state_dict, prefix, *rest)
                     return
@@ -400,6 +407,8 @@ def operations(context: LoadContext) -> Any:
 
             def forward(self, input: torch.Tensor, *args: Any, out_dtype: Any = None, **kwargs: Any) -> torch.Tensor:
                 if self.spec is None:
+                    if self.lacking is not None:
+                        raise ModelMismatch(_lacking(self.lacking))
                     dense: torch.Tensor = super().forward(input, *args, out_dtype=out_dtype, **kwargs)
                     return dense
                 comfy.ops.run_every_op()
@@ -437,6 +446,7 @@ def _dequantising(base: type, context: LoadContext) -> type:
             weight: Any = state_dict.get(key)
             names = [n for n, parameter in self._parameters.items() if parameter is not None]
             context.note(self, prefix, names, state_dict)
+            self.lacking = key if weight is None and "weight" in names else None
             if is_packed(weight):
                 declaration = weight._params.declaration
                 wanted = tuple(self.weight.shape)
@@ -453,6 +463,13 @@ def _dequantising(base: type, context: LoadContext) -> type:
                     )
                     return
             super()._load_from_state_dict(state_dict, prefix, *rest)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            # What a module holds without its weight is whatever was in memory.
+            lacking = self.__dict__.get("lacking")
+            if lacking is not None:
+                raise ModelMismatch(_lacking(lacking))
+            return super().forward(*args, **kwargs)
 
     Dequantising.__name__ = Dequantising.__qualname__ = base.__name__
     return Dequantising

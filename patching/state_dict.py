@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quant_loader")
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+_FIRST_NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")
 
 QUANTISATION_KEYS = frozenset(
     {"_quantization_metadata", "quant_format", "quantization_format", "quantization_map_base64"}
@@ -110,6 +111,46 @@ def without_quantisation(metadata: dict[str, str]) -> dict[str, str]:
     return {k: v for k, v in metadata.items() if k not in QUANTISATION_KEYS}
 
 
+def gaps(names: Iterable[str]) -> list[str]:
+    """Tensors that one block of a model lacks, where half of its blocks or more have them, by name."""
+    stacks: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        found = _FIRST_NUMBER.search(name)
+        if found is not None:
+            stacks[name[: found.start()]][int(found[0])].add(name[found.end() :])
+    missing: list[str] = []
+    for stack, blocks in stacks.items():
+        usual = {
+            rest for rest, times in Counter(r for b in blocks.values() for r in b).items() if 2 * times >= len(blocks)
+        }
+        for number, present in sorted(blocks.items()):
+            missing += [f"{stack}{number}{rest}" for rest in sorted(usual - present)]
+    return missing
+
+
+def _note_bare(models: Sequence[Any], context: LoadContext, names: Collection[str]) -> None:
+    """Note which parameters of modules that are none of the operations class are in the file (``names``).
+
+    Their names are known where every packed layer of the part of the model that they belong to is called as in the
+    file.
+    """
+    for model in models:
+        packed = [
+            (path, m.weight._params.declaration.name)
+            for path, m in model.named_modules()
+            if getattr(m, "spec", None) is not None
+        ]
+        roots = {path.removesuffix(name) for path, name in packed if path.endswith(name)}
+        for path, module in model.named_modules():
+            root = next((r for r in roots if path.startswith(r)), None)
+            own = [n for n, p in module.named_parameters(recurse=False) if p is not None]
+            if root is None or not own or "given" in module.__dict__:
+                continue
+            if any(p.startswith(root) and p != f"{root}{name}" for p, name in packed):
+                continue
+            context.note(module, f"{path[len(root) :]}.", own, names)
+
+
 def _absent(models: Sequence[Any]) -> list[str]:
     """A sentence for each layer that lacks what another block of the same model has: something reads it.
 
@@ -131,22 +172,28 @@ def _absent(models: Sequence[Any]) -> list[str]:
 
 
 def _unset(models: Sequence[Any]) -> list[str]:
-    """Parameters that the file lacks and that nothing asks for by name: biases, norms, tables. A linear without its
-    weight says so when it is called.
+    """Parameters that the file lacks, but for weights of linears: some are made for a result that no model reads, and
+    one that is read says so when it is called.
     """
     return [
         f"{name}.{part}"
         for model in models
         for name, module in model.named_modules()
         for part in module.__dict__.get("given", ("", (), ()))[2]
-        if part != "weight" or not hasattr(module, "lacking")
+        if part != "weight" or not hasattr(module, "has_bias")
     ]
 
 
-def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, models: Sequence[Any]) -> None:
+def verify(
+    declared: Sequence[tuple[str, LayerSpec]],
+    context: LoadContext,
+    models: Sequence[Any],
+    names: Collection[str] = frozenset(),
+) -> None:
     """Every declared layer must have become a layer of the model, with its shape; all exceptions at once.
 
     ``declared``: the first file of a layer's checkpoint, and the layer. ``models``: the modules that were built.
+    ``names``: of the tensors that the model was made of.
 
     Raises:
         ModelMismatch: names up to eight layers that disagree, with the file where there are several.
@@ -165,6 +212,7 @@ def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, mode
             context.dequantised[spec.name] = "ComfyUI rearranges this layer while loading; dequantised"
         else:
             problems.append(f"{named(*key)}: the model has no such layer")
+    _note_bare(models, context, names)
     absent = _absent(models) if context.incomplete else []
     problems += absent
     of = "" if absent else f"of {len(declared)} quantised "
@@ -184,7 +232,7 @@ def verify(declared: Sequence[tuple[str, LayerSpec]], context: LoadContext, mode
         more = f" and {len(unset) - 4} more" if len(unset) > 4 else ""
         sentence = (
             f"The file has no {', '.join(unset[:4])}{more}, which the model that ComfyUI recognised has; they are left "
-            "at zero or unset. If the picture is wrong, this is why: download the file again."
+            "at zero or unset. If the picture is wrong or the run stops, this is why: download the file again."
         )
         context.warnings.append(sentence)
         log.warning("Quant Loader: %s", sentence)

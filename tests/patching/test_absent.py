@@ -75,6 +75,20 @@ def test_a_projection_that_is_read_must_be_there(encoder: str, kind: str, load: 
         encode(load(encoder, PROJECTION, kind), encoder)
 
 
+@pytest.mark.parametrize("layer", ["text_model.embeddings.token_embedding", "text_model.final_layer_norm"])
+def test_a_table_or_a_norm_that_is_read_must_be_there(layer: str, load: Callable[..., Any]) -> None:
+    clip = load("clip_l", layer)
+    with pytest.raises(ModelMismatch, match=rf"The file has no {layer}\.weight, which this model needs"):
+        encode(clip, "clip_l")
+
+
+def test_a_layer_that_comfyui_tells_the_encoder_by_is_named(load: Callable[..., Any]) -> None:
+    """Its detection of encoders fails with an error of Python's."""
+    with pytest.raises(ModelMismatch, match=r"the file has no text_model\.encoder\.layers\.1\.mlp\.fc1\.") as caught:
+        load("clip_l", "text_model.encoder.layers.1.mlp.fc1")
+    assert "UnboundLocalError" not in str(caught.value)
+
+
 def test_another_layer_is_named_while_loading(load: Callable[..., Any]) -> None:
     layer = "text_model.encoder.layers.1.mlp.fc2"
     with pytest.raises(ModelMismatch, match=rf"1 layer disagrees\.\n- {layer}: the file has no weight and no bias for"):
@@ -148,3 +162,13 @@ def test_a_layer_that_one_of_two_models_lacks_is_named(smaller: str, tmp_path: P
     )
     with pytest.raises(ModelMismatch, match=sentence):
         load_two(tmp_path, files, {smaller: 1})
+
+
+def test_a_bare_parameter_that_another_layer_has_is_an_error(tmp_path: Path) -> None:
+    """T5's norms are parameters of modules that are none of the operations class, so that their load tells nothing."""
+    tensors = tiny_core.t5_base()
+    packed, _ = quantize.quantize(tensors, "int8_row", layers=tiny_core.linears(tensors, 64))
+    absent = "encoder.block.0.layer.1.layer_norm"
+    path = quantize.save(tmp_path / "t5.safetensors", {n: t for n, t in packed.items() if n != f"{absent}.weight"})
+    with pytest.raises(ModelMismatch, match=f"{absent}: the file has no weight for it"):
+        load_text_encoder([path], "stable_audio", model_options=tiny_core.T5_OPTIONS)

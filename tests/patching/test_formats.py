@@ -365,7 +365,7 @@ def test_a_quantised_convolution_is_dequantised_and_reported(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["img_in.bias", "double_blocks.0.img_attn.norm.query_norm.scale"])
 def test_a_plain_parameter_that_is_absent_is_told(name: str, tmp_path: Path, base_tensors: quantize.Tensors) -> None:
-    """Nothing asks for a bias or a norm by name: ComfyUI leaves it at zero or unset, and only its log tells."""
+    """ComfyUI leaves a bias or a norm unset, and only its log tells. A norm without its weight does not run."""
     tensors, metadata = quantize.quantize(base_tensors, "int8_row")
     path = quantize.save(tmp_path / "m.safetensors", {k: v for k, v in tensors.items() if k != name}, metadata)
     patcher, found = loading.load_diffusion_model([path])
@@ -374,6 +374,11 @@ def test_a_plain_parameter_that_is_absent_is_told(name: str, tmp_path: Path, bas
     told = name.replace("norm.scale", "norm.weight")  # as ComfyUI's model calls it
     assert f"diffusion_model.{told}" in warning
     assert told in entry["summary"]
+    if "norm" in name:
+        with pytest.raises(ModelMismatch, match=f"The file has no {told}, which this model needs"):
+            denoise(patcher)
+    else:
+        denoise(patcher)
 
 
 def test_a_plain_layer_of_another_shape_is_told_with_its_file(tmp_path: Path, base_tensors: quantize.Tensors) -> None:
