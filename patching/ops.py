@@ -141,7 +141,10 @@ class _Packable:
                 f"the model's layer is {_dims(module_shape)}"
             )
             return
-        params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=self.module_dtype)
+        # A server that stores weights in 8 bits (--fp8_e4m3fn-unet) is told about packed ones in the file's own dtype:
+        # what is dequantised is not rounded to 8 bits.
+        dtype = self.module_dtype if self.module_dtype.itemsize > 1 else weight._params.orig_dtype
+        params = dataclasses.replace(weight._params, orig_shape=tuple(module_shape), orig_dtype=dtype)
         self.weight = parameter(type(weight)(weight._qdata, LAYOUT, params))
         # The kernels cut and pad what the file stores beyond the model's own shape.
         self.spec = declaration.spec((module_shape[0], module_shape[1]))

@@ -112,7 +112,7 @@ def save_diffusion_model(patcher: Any, path: str | Path, loras: str = "leave out
     notes = _merge(bare.model, unet, side_patches)
     sd = bare.model.state_dict_for_saving(unet)
     # Lazily cast weights (offloaded layers with patches) are computed when they are asked for.
-    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in sd.items()}
+    tensors = {name: _storable(name, tensor.to("cpu"), sd).contiguous() for name, tensor in sd.items()}
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -132,6 +132,15 @@ def save_diffusion_model(patcher: Any, path: str | Path, loras: str = "leave out
     finally:
         partial.unlink(missing_ok=True)
     return notes
+
+
+def _storable(name: str, tensor: torch.Tensor, sd: Mapping[str, Any]) -> torch.Tensor:
+    """A plain weight that the server was told to keep in 8 bits as bfloat16, which holds its values: in a file, 8 bits
+    without a scale would be taken for codes.
+    """
+    eight_bits = tensor.is_floating_point() and tensor.element_size() == 1
+    packed = f"{name.rpartition('.')[0]}.comfy_quant" in sd
+    return tensor.to(torch.bfloat16) if eight_bits and not packed else tensor
 
 
 def _not_written(path: Path, error: OSError) -> QuantLoaderError:

@@ -33,6 +33,18 @@ def test_a_missing_name_is_told_before_the_file_is_read(gone: str, files: Callab
     assert "Update ComfyUI" in sentence
 
 
+def test_a_missing_method_is_told_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_patcher
+
+    assert "ModelPatcher.pre_run" in host.NEEDED["comfy.model_patcher"]
+    monkeypatch.delattr(comfy.model_patcher.ModelPatcher, "pre_run")
+    host.missing.cache_clear()
+    try:
+        assert host.missing() == ("comfy.model_patcher.ModelPatcher.pre_run",)
+    finally:
+        host.missing.cache_clear()
+
+
 def test_a_missing_module_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.NEEDED, "comfy.no_such_module", ("anything",))
     host.missing.cache_clear()

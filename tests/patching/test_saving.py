@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import comfy.cli_args
 import pytest
 import torch
 from in_process import FORMATS, aligned, denoise, relative, same_bytes, with_lora
@@ -13,6 +14,7 @@ from quant_loader.checkpoint import check
 from quant_loader.demo import quantize
 from quant_loader.patching.errors import QuantLoaderError
 from quant_loader.patching.load import load_diffusion_model
+from quant_loader.patching.patcher import packed_modules
 from quant_loader.patching.saving import save_diffusion_model
 
 PREFIX = "model.diffusion_model."
@@ -110,6 +112,33 @@ def lora_on(patcher: Any) -> Any:
 def test_a_stock_save_never_loses_a_lora(load: Callable[..., Any], stock_save: Callable[[Any], Path]) -> None:
     with pytest.raises(QuantLoaderError, match=r"2 quantised layers.*QuantLoaderSave"):
         stock_save(lora_on(load("int8_row")))
+
+
+def test_a_lora_of_strength_zero_is_no_loss(
+    load: Callable[..., Any], files: Callable[..., Path], stock_save: Callable[[Any], Path]
+) -> None:
+    saved = quantize.load(stock_save(with_lora(load("int8_row"), 0.0)))[0]
+    source = quantize.load(files("int8_row"))[0]
+    for name in [n for n in source if f"{n.rpartition('.')[0]}.comfy_quant" in source and not n.endswith("bias")]:
+        assert same_bytes(saved[f"model.diffusion_model.{name}"], source[name]), name
+
+
+def test_a_model_of_a_server_with_eight_bit_weights_is_saved_with_its_values(
+    load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--fp8_e4m3fn-unet rounds plain weights to 8 bits while loading; packed ones stay as they are."""
+    monkeypatch.setattr(comfy.cli_args.args, "fp8_e4m3fn_unet", True)
+    patcher = load("int8_row")
+    plain = patcher.model.diffusion_model.img_in.weight
+    assert plain.dtype == torch.float8_e4m3fn
+    module = next(iter(packed_modules(patcher.model).values()))
+    assert module.weight.dequantize().dtype == torch.bfloat16
+    save_diffusion_model(patcher, tmp_path / "m.safetensors")
+    monkeypatch.setattr(comfy.cli_args.args, "fp8_e4m3fn_unet", False)
+    assert check(str(tmp_path / "m.safetensors")).verdict == "ok"
+    again, _ = load_diffusion_model([tmp_path / "m.safetensors"])
+    assert torch.equal(again.model.diffusion_model.img_in.weight.float(), plain.float())
+    assert torch.equal(denoise(aligned(again)), denoise(aligned(patcher)))
 
 
 @pytest.mark.parametrize("quantizer", ["int8_row", "nvfp4"])
