@@ -111,3 +111,36 @@ def test_the_kernel_report_is_about_the_run_it_is_part_of(with_loras: WithLoras)
     run, _ = with_loras(workflows.quant_loader(fixtures.file_name("int8_row"), execution="exact"), [])
     (text,) = run.outputs["kernels"]["text"]
     assert text.startswith(f"13 quantised layers, {13 * workflows.STEPS} calls."), text
+
+
+def test_a_hook_lora_on_the_conditioning_is_the_same_lora(
+    server: ComfyServer, lora_files: Path, with_loras: WithLoras, rendered: Rendered
+) -> None:
+    """Stock hook nodes: the LoRA comes with the conditioning. All of the conditioning has it here."""
+    loader = workflows.quant_loader(fixtures.file_name("int8_convrot"))
+    wanted = with_loras(loader, [("kohya", 0.8)])[1]
+    graph = workflows.text_to_image(loader, prefix="e2e/hook")
+    graph["hook"] = {
+        "class_type": "CreateHookLoraModelOnly",
+        "inputs": {"lora_name": "kohya.safetensors", "strength_model": 0.8},
+    }
+    graph["hooked"] = {
+        "class_type": "ConditioningSetProperties",
+        "inputs": {
+            "cond_NEW": ["conditioning", 0],
+            "strength": 1.0,
+            "set_cond_area": "default",
+            "hooks": ["hook", 0],
+        },
+    }
+    for side in ("positive", "negative"):
+        graph[workflows.SAMPLER]["inputs"][side] = ["hooked", 0]
+    graph["kernels"] = {"class_type": "QuantLoaderKernelReport", "inputs": {"model": [workflows.LOADER, 0]}}
+    done = server.client.run(graph)
+    (entry,) = done.files(workflows.LATENT, "latents")
+    found = pictures.read_latent(server.output() / entry["subfolder"] / entry["filename"])
+    assert torch.equal(found, wanted)
+    assert relative(found, rendered("int8_convrot")[1]) > 0.01
+    text = done.outputs["kernels"]["text"][0]
+    assert "LoRAs of hooks on 2 quantised layers in the last run:" in text
+    assert text.count("1 beside the weight, rank 8") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,21 @@ LINEAR_ERROR = {
 DEPTH = 4
 
 
+def run_family(server: ComfyServer, family: str, loader: dict[str, Any]) -> torch.Tensor:
+    """The latent of a family after one step."""
+    (width, pooled), canvas, inputs = FAMILIES[family]
+    graph = workflows.text_to_image(loader, prefix="e2e/family", steps=1)
+    for name in ("vae", "decode", workflows.PICTURE, workflows.REPORT):
+        graph.pop(name, None)
+    graph["conditioning"] = {
+        "class_type": "TestConditioning",
+        "inputs": {"tokens": 16, "width": width, "pooled": pooled, "seed": 5},
+    }
+    graph["canvas"] = {"class_type": canvas, "inputs": inputs}
+    (entry,) = server.client.run(graph).files(workflows.LATENT, "latents")
+    return pictures.read_latent(server.output() / entry["subfolder"] / entry["filename"])
+
+
 @pytest.fixture(scope="module")
 def family_tensors() -> Callable[[str], quantize.Tensors]:
     return functools.cache(lambda family: getattr(tiny_core, family)())
@@ -60,19 +76,32 @@ def sampled(server: ComfyServer, comfyui: None, family_tensors: Callable[[str], 
             quantize.save(path, *quantize.quantize(tensors, quantizer, layers=layers))
             # NVFP4 files of layers that are no multiple of 128 wide keep padded scales, which is a dialect of its own.
             loader = workflows.quant_loader(path.name, rules="compatible")
-        (width, pooled), canvas, inputs = FAMILIES[family]
-        graph = workflows.text_to_image(loader, prefix="e2e/family", steps=1)
-        for name in ("vae", "decode", workflows.PICTURE, workflows.REPORT):
-            graph.pop(name, None)
-        graph["conditioning"] = {
-            "class_type": "TestConditioning",
-            "inputs": {"tokens": 16, "width": width, "pooled": pooled, "seed": 5},
-        }
-        graph["canvas"] = {"class_type": canvas, "inputs": inputs}
-        (entry,) = server.client.run(graph).files(workflows.LATENT, "latents")
-        return pictures.read_latent(server.output() / entry["subfolder"] / entry["filename"])
+        return run_family(server, family, loader)
 
     return run
+
+
+def test_a_codebook_of_w4a8_means_what_it_says(
+    server: ComfyServer, family_tensors: Callable[[str], quantize.Tensors], sampled: Sampled
+) -> None:
+    """The uniform grid as a codebook, its codes shuffled: other bytes, the same weights, the same picture to the bit."""
+    tensors, _ = quantize.quantize(
+        family_tensors("flux2"),
+        "asym_w4a8",
+        layers=tiny_core.linears(family_tensors("flux2"), quantize.ROTATION_GROUP),
+    )
+    shuffled = torch.randperm(16, generator=torch.Generator().manual_seed(3))
+    codebook = torch.empty(16)
+    codebook[shuffled] = torch.arange(16.0) - 8
+    for name in [n for n in tensors if n.endswith(".weight_s_rel")]:
+        layer = name.removesuffix(".weight_s_rel")
+        codes = tensors[f"{layer}.weight"].view(torch.uint8)
+        low, high = shuffled[(codes & 15).long()], shuffled[(codes >> 4).long()]
+        tensors[f"{layer}.weight"] = (low | high << 4).to(torch.uint8).view(torch.int8)
+        tensors[f"{layer}.weight_codebook"] = codebook.clone()
+    path = quantize.save(server.models("diffusion_models") / "flux2-codebook.safetensors", tensors)
+    found = run_family(server, "flux2", workflows.quant_loader(path.name, rules="compatible"))
+    assert torch.equal(found, sampled("flux2", "asym_w4a8"))
 
 
 @pytest.mark.parametrize("quantizer", LINEAR_ERROR)
