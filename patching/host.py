@@ -27,6 +27,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "ModelPatcher.clone_has_same_weights",
         "ModelPatcher.detach",
         "ModelPatcher.get_key_patches",
+        "ModelPatcher.load",
         "ModelPatcher.loaded_size",
         "ModelPatcher.model_size",
         "ModelPatcher.model_state_dict",

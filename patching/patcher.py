@@ -193,19 +193,30 @@ class _SidePatches:
                 module.kept = None
         return model
 
-    # Sizes, as ComfyUI asks for them: rows that are kept beside the weights take memory as well.
+    # Sizes, as ComfyUI asks for them: what is kept beside the weights takes memory as well.
 
     def model_size(self) -> int:
-        return int(super().model_size()) + self._kept_size()  # type: ignore[misc]
+        return int(super().model_size()) + self._size_beside()  # type: ignore[misc]
 
     def loaded_size(self) -> int:
-        loaded = int(super().loaded_size())  # type: ignore[misc]
-        # ComfyUI counted by model_size() if it loaded the model whole, maybe with the rows of another clone's run.
-        whole = loaded >= int(super().model_size())  # type: ignore[misc]
-        return self.model_size() if whole else loaded + self._kept_size()
+        return int(super().loaded_size()) + self._size_beside(held=True)  # type: ignore[misc]
 
-    def _kept_size(self) -> int:
-        return sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        """As ComfyUI's, which takes model_size() for what it has loaded whole; what is beside is counted apart."""
+        super().load(*args, **kwargs)  # type: ignore[misc]
+        weights = int(super().model_size())  # type: ignore[misc]
+        self.model.model_loaded_weight_memory = min(self.model.model_loaded_weight_memory, weights)
+
+    def _size_beside(self, held: bool = False) -> int:
+        """Bytes of INT8 rows kept beside the weights and of the LoRAs' matrices as the first run puts them on the
+        device (``held``: only those that are there).
+        """
+        rows = sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
+        if not self.side_patches:
+            return rows
+        itemsize = self.model.get_dtype_inference().itemsize
+        sides = (self._side_path(key, patches) for key, patches in self.side_patches.items())
+        return rows + sum(side.numel * itemsize for side in sides if side.held or not held)
 
     def read_guards(self, of_several: bool = False) -> list[str]:
         """What the output guards noticed since the last call, kept in the context. One device synchronisation.

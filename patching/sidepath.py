@@ -177,6 +177,16 @@ class SidePath:
         """Whether some term goes into a part of the weight only."""
         return any(term.offset is not None for term in self.terms)
 
+    @property
+    def numel(self) -> int:
+        """Values of all matrices that are multiplied beside the weight."""
+        return sum(term.up.numel() + term.down.numel() for term in self.terms)
+
+    @property
+    def held(self) -> bool:
+        """Whether the matrices are on a device."""
+        return bool(self._on_device)
+
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Put the matrices on ``device`` before the first call."""
         self._matrices(device, dtype)

@@ -84,7 +84,7 @@ def sampled(server: ComfyServer, comfyui: None, family_tensors: Callable[[str], 
 def test_a_codebook_of_w4a8_means_what_it_says(
     server: ComfyServer, family_tensors: Callable[[str], quantize.Tensors], sampled: Sampled
 ) -> None:
-    """The uniform grid as a codebook, its codes shuffled: other bytes, the same weights, the same picture to the bit."""
+    """The uniform grid as a codebook, its codes shuffled: other bytes, the same weights, the same bits."""
     tensors, _ = quantize.quantize(
         family_tensors("flux2"),
         "asym_w4a8",

@@ -296,6 +296,20 @@ def test_a_clone_keeps_the_lora_and_its_removal_keeps_the_clone(load: Callable[.
     assert not patched.clone_has_same_weights(patcher)
 
 
+def test_sizes_count_the_matrices_of_a_lora(load: Callable[..., Any]) -> None:
+    patcher = load("int8_row")
+    base, lora = patcher.model_size(), kohya_lora()
+    patched = with_lora(patcher, lora)
+    values = sum(t.numel() for name, t in lora.items() if "lora_up" in name or "lora_down" in name)
+    size = base + values * patcher.model.get_dtype_inference().itemsize
+    assert patched.model_size() == patched.clone().model_size() == size
+    assert patched.loaded_size() == 0
+    denoise(patched)
+    assert patched.loaded_size() == size
+    patched.detach()
+    assert (patched.loaded_size(), patched.model_size(), patcher.model_size()) == (0, size, base)
+
+
 def test_unloading_takes_the_matrices_of_a_lora_off_the_device(load: Callable[..., Any]) -> None:
     import comfy.model_management
 
