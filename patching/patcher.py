@@ -211,12 +211,18 @@ class _SidePatches:
         """Bytes of INT8 rows kept beside the weights and of the LoRAs' matrices as the first run puts them on the
         device (``held``: only those that are there).
         """
-        rows = sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
+        rows: int = sum(m.kept.nbytes for m in packed_modules(self.model).values() if m.kept is not None)
         if not self.side_patches:
             return rows
-        itemsize = self.model.get_dtype_inference().itemsize
         sides = (self._side_path(key, patches) for key, patches in self.side_patches.items())
-        return rows + sum(side.numel * itemsize for side in sides if side.held or not held)
+        values = sum(side.numel for side in sides if side.held or not held)
+        if not values:
+            return rows
+        if hasattr(self.model, "get_dtype_inference"):
+            dtype: torch.dtype = self.model.get_dtype_inference()
+        else:  # an encoder, which computes in the dtype of its weights
+            dtype = next(iter(packed_modules(self.model).values())).module_dtype
+        return rows + values * dtype.itemsize
 
     def read_guards(self, of_several: bool = False) -> list[str]:
         """What the output guards noticed since the last call, kept in the context. One device synchronisation.
