@@ -6,6 +6,7 @@ convolution, a norm) is dequantised while loading, never value-cast, and listed 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import uuid
@@ -225,6 +226,18 @@ class _Packable:
                 moved = moved.clone()
             self.register_parameter(key, parameter(moved))  # type: ignore[attr-defined]
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module of its own that shares the packed weight, which is never written to (torch cannot copy it).
+
+        ComfyUI copies ControlNets so, one for each of several GPUs.
+        """
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        shared = [self.context, *(p for p in self._parameters.values() if is_packed(p))]  # type: ignore[attr-defined]
+        memo.update({id(one): one for one in shared})
+        made.__dict__.update(copy.deepcopy({**self.__dict__, "kept": None, "side_path": None}, memo))
+        return made
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """Codes, scales and marker as in the file; a plain layer as torch writes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,17 @@ def test_a_failed_load_leaves_nothing(tmp_path: Path, base_tensors: quantize.Ten
     assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= alive + 8
     assert list(comfy.model_management.current_loaded_models) == loaded
     assert torch.equal(denoise(patcher), fresh)
+
+
+@pytest.mark.parametrize("quantizer", ["int8_convrot", "nvfp4"])
+def test_a_copy_of_a_layer_runs_by_itself(quantizer: str, load: Callable[..., Any]) -> None:
+    """As ComfyUI copies ControlNets for several GPUs."""
+    block = load(quantizer).model.diffusion_model.single_blocks[0]
+    copied = copy.deepcopy(block)
+    assert copied.linear1 is not block.linear1
+    assert copied.linear1.weight._qdata.data_ptr() == block.linear1.weight._qdata.data_ptr()
+    x = torch.randn(3, block.linear1.in_features, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = block.linear1(x)
+        block.linear1.bias.zero_()
+        assert torch.equal(copied.linear1(x), wanted)
