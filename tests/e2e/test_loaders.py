@@ -414,6 +414,18 @@ def test_a_checkpoint_renders_as_its_16_bit_original(server: ComfyServer, checkp
     assert "VAE" in group["reason"]
 
 
+def test_the_report_of_a_checkpoint_says_what_runs_model_and_encoder(server: ComfyServer, checkpoint_file: str) -> None:
+    graph = {
+        "loader": ours("QuantLoaderCheckpoint", ckpt_name=checkpoint_file),
+        "report": node("PreviewAny", source=link("loader", 3)),
+    }
+    text = server.client.run(graph).outputs["report"]["text"][0]
+    declared = check(str(server.models("checkpoints") / checkpoint_file)).layers
+    counts = [int(line.split(" x ")[0]) for line in text.splitlines() if " x int8_tensorwise: " in line]
+    assert sum(counts) == len(declared) - len(VAE_LINEARS)
+    assert "row lookup" in text  # the encoder's table
+
+
 @pytest.mark.parametrize("part", LAYERS)
 def test_a_broken_checkpoint_is_refused_by_name(part: str, server: ComfyServer, checkpoint_file: str) -> None:
     path = break_scale(server.models("checkpoints") / checkpoint_file, LAYERS[part])
