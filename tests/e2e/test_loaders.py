@@ -423,7 +423,6 @@ def test_the_report_of_a_checkpoint_says_what_runs_model_and_encoder(server: Com
     declared = check(str(server.models("checkpoints") / checkpoint_file)).layers
     counts = [int(line.split(" x ")[0]) for line in text.splitlines() if " x int8_tensorwise: " in line]
     assert sum(counts) == len(declared) - len(VAE_LINEARS)
-    assert "row lookup" in text  # the encoder's table
 
 
 @pytest.mark.parametrize("part", LAYERS)
