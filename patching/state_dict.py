@@ -135,20 +135,23 @@ def _note_bare(models: Sequence[Any], context: LoadContext, names: Collection[st
     file.
     """
     for model in models:
-        packed = [
-            (path, m.weight._params.declaration.name)
-            for path, m in model.named_modules()
-            if getattr(m, "spec", None) is not None
-        ]
-        roots = {path.removesuffix(name) for path, name in packed if path.endswith(name)}
+        packed: list[tuple[str, str]] = []
+        bare: list[tuple[str, Any, list[str]]] = []
         for path, module in model.named_modules():
-            root = next((r for r in roots if path.startswith(r)), None)
-            own = [n for n, p in module.named_parameters(recurse=False) if p is not None]
-            if root is None or not own or "given" in module.__dict__:
+            held = module.__dict__
+            if held.get("spec") is not None:
+                packed.append((path, module.weight._params.declaration.name))
+            elif "given" not in held and (own := [n for n, p in module._parameters.items() if p is not None]):
+                bare.append((path, module, own))
+        if not bare:
+            continue
+        renamed = [path for path, name in packed if not path.endswith(name)]
+        for root in {path.removesuffix(name) for path, name in packed if path.endswith(name)}:
+            if any(path.startswith(root) for path in renamed):
                 continue
-            if any(p.startswith(root) and p != f"{root}{name}" for p, name in packed):
-                continue
-            context.note(module, f"{path[len(root) :]}.", own, names)
+            for path, module, own in bare:
+                if path.startswith(root):
+                    context.note(module, f"{path[len(root) :]}.", own, names)
 
 
 def _absent(models: Sequence[Any]) -> list[str]:

@@ -13,7 +13,7 @@ from ..routes import Execution, Route
 from ..spec import Spec
 from . import quantize
 from .codes import float8_to_float
-from .products import Carried, FloatRows
+from .products import Carried, FloatRows, add_low_rank
 from .rotation import preferred_group, rotate
 
 Tensors = Mapping[str, Tensor]
@@ -79,8 +79,7 @@ class Format(ABC):
     ) -> Tensor:
         """:meth:`linear` plus ``low_rank up^T`` (``[..., R]`` and ``[N, R]``, x's dtype). Formats whose kernels add it
         in their epilogue override this."""
-        y = self.linear(x, spec, tensors, bias, execution, backends)
-        return y + torch.nn.functional.linear(low_rank, up)
+        return add_low_rank(self.linear(x, spec, tensors, bias, execution, backends), low_rank, up)
 
     def input(self, x: Tensor, tensors: Tensors) -> Tensor:  # noqa: ARG002
         """The activation the weight acts on: smoothed, where the format knows that."""

@@ -35,7 +35,7 @@ from ..routes import (
 from ..routes import kitchen as kitchen_has
 from ..spec import Spec, rotation_group
 from .base import Decoded, Format, Tensors, reference_int8, scaled_rows
-from .products import Carried, CodeRows, dense_linear, flatten, int8_linear, row_chunks
+from .products import Carried, CodeRows, add_low_rank, dense_linear, flatten, int8_linear, row_chunks
 from .rotation import PREFERRED_GROUPS, rotate
 from .scales import required, row_scale
 
@@ -72,7 +72,7 @@ def _beside(name: str, body: Callable[..., Tensor], low_rank: Tensor, up: Tensor
     """``body`` with ``low_rank up^T`` added: in the product's own epilogue where it has one, after it elsewhere."""
     if name == "triton":
         return lambda *args: body(*args, low_rank, up)
-    return lambda *args: body(*args).add_(torch.nn.functional.linear(low_rank, up))
+    return lambda *args: add_low_rank(body(*args), low_rank, up)
 
 
 def codes_and_scale(qweight: Tensor, scale: Tensor) -> CodeRows:

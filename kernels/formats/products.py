@@ -278,3 +278,10 @@ def dense_linear(x: Tensor, N: int, rows: FloatRows, group: int, bias: Tensor | 
                 torch.addmm(offset[start:stop], x2, weight.t(), out=target)
             del weight  # its memory is the next part's
     return y.reshape(*x.shape[:-1], N)
+
+
+def add_low_rank(y: Tensor, low_rank: Tensor, up: Tensor) -> Tensor:
+    """``y + low_rank up^T`` in one pass over ``y`` ``[..., N]``, which is written to; ``low_rank [..., R]``, ``up [N,
+    R]``.
+    """
+    return flatten(y).addmm_(flatten(low_rank), up.t()).reshape(y.shape)
