@@ -354,7 +354,8 @@ def verify(errors: dict[str, Any], side: str, fmt: str) -> None:
 def loads_of(in_child: InChild, path: Path, fmt: str, repeats: int, cold_repeats: int) -> dict[str, Any]:
     """Every load of one file: state -> side -> answers, after a load of each side whose result is checked.
 
-    Warm loads of a format whose sides are within :data:`CLOSE` of each other are repeated three times as often. Without a way to drop pages, what would have been the cold loads are neither cold nor counted.
+    Warm loads of a format whose sides are within :data:`CLOSE` of each other are repeated three times as often. Without
+    a way to drop pages, what would have been the cold loads are neither cold nor counted.
     """
 
     def child(what: str, side: str) -> dict[str, Any]:
