@@ -181,7 +181,10 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
     facts = kernels.device_facts("cpu")
     for label, spec, tensors, stock in layers(w):
         exact = kernels.reference_linear(x, spec, tensors, bias, "exact")
-        functions: dict[str, Callable[[], object]] = {"float32": partial(torch.nn.functional.linear, x, w, bias)}
+        functions: dict[str, Callable[[], object]] = {
+            "float32": partial(torch.nn.functional.linear, x, w, bias),
+            "bfloat16": partial(torch.nn.functional.linear, x16, w16, bias16),
+        }
         stock_rows = min(tokens, STOCK_ROWS)
         begun = watch.clock()
         result = stock(x[:stock_rows], bias)
@@ -226,7 +229,7 @@ def measure(tokens: int, N: int, K: int, watch: Stopwatch) -> Iterator[Row]:
                 K,
                 kernel,
                 spent,
-                bf16 / spent,
+                medians["bfloat16"] / spent,
                 medians["float32"] / spent,
                 None if compared is None else compared / spent,
                 error,
@@ -324,10 +327,10 @@ def run(
     repeats: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Result:
-    """`quick`: 64 and 512 tokens, up to five calls a path; else 1024 tokens as well, up to fifteen."""
+    """`quick`: 64 and 512 tokens, up to nine calls a path; else 1024 tokens as well, up to fifteen."""
     N, K = shape
     tokens = tuple(tokens) or ((64, 512) if quick else (64, 512, 1024))
-    watch = Stopwatch(clock, repeats or (5 if quick else 15))
+    watch = Stopwatch(clock, repeats or (9 if quick else 15))
     rows: list[Row] = []
     with torch.inference_mode():
         for M in tokens:

@@ -108,6 +108,8 @@ def preload() -> None:
     try:
         for module in ("load", "ops", "state_dict", "patcher", "kernel_report", "progress"):
             importlib.import_module(f".{module}", __package__)
+        # Versions of installed packages are looked up once in a process, from their files.
+        importlib.import_module("..kernels", __package__).device_facts("cpu")
     except (ImportError, AttributeError, TypeError) as error:
         log.warning("Quant Loader does not fit this ComfyUI (%s): %s. Its loaders will fail.", version(), error)
 
