@@ -125,7 +125,7 @@ def test_the_number_of_loads_is_bounded() -> None:
     loads = runs.Runs(limit=3)
     for number, module in enumerate(held):
         module.__dict__["_quant_loader_packed"] = {}
-        module.__dict__["_quant_loader_context"] = SimpleNamespace(dequantised={"layer": "why"}, warnings=[])
+        module.__dict__["_quant_loader_context"] = SimpleNamespace(dequantised={"layer": "why"}, sentences=list)
         patcher = SimpleNamespace(model=module, load_device=torch.device("cpu"))
         loads.handed_out(asked(number), model=patcher, text_encoder=None)
     kept = [number for number in range(5) if loads.figures(asked(number))]
@@ -141,7 +141,9 @@ def test_texts_are_bounded() -> None:
     module = torch.nn.Module()
     module.__dict__["_quant_loader_packed"] = {}
     reasons = {f"layer {number} " + "x" * 5000: f"reason {number} " + "y" * 5000 for number in range(500)}
-    module.__dict__["_quant_loader_context"] = SimpleNamespace(dequantised=reasons, warnings=["z" * 5000] * 500)
+    module.__dict__["_quant_loader_context"] = SimpleNamespace(
+        dequantised=reasons, sentences=lambda: ["z" * 5000] * 500
+    )
     loads = runs.Runs()
     asked = runs.Asked.now(FOLDER, [FILE], "strict", "auto")
     loads.handed_out(asked, model=SimpleNamespace(model=module, load_device=torch.device("cpu")))
