@@ -6,6 +6,9 @@ Each benchmark runs in a process of its own with a time limit. Its result goes t
 `plots/`; RESULTS.md is put together from all results there are, so that a benchmark which did not run this time keeps
 its section. One that fails, or never ran, has a section that says so; a failure makes the exit code 1. The main table
 is also put into README.md, between `<!-- bench:begin -->` and `<!-- bench:end -->`, where it has those lines.
+
+A folder in `results/` is the record of another machine: copy the JSON files of a run there, and its goals get a table
+at the end of RESULTS.md.
 """
 
 from __future__ import annotations
@@ -151,8 +154,25 @@ def section(benchmark: Benchmark, result: Result | None, plots: Sequence[str]) -
     return "\n\n".join(parts)
 
 
-def page(results: Mapping[str, Result], plots: Mapping[str, Sequence[str]]) -> str:
-    """RESULTS.md."""
+def record_of_another(name: str, results: Mapping[str, Result]) -> str:
+    """Every goal of a run on another machine, and which benchmarks its record holds."""
+    rows: list[list[Cell]] = [
+        [result.name, *row] for result in results.values() for row in common.goals_table(result.goals).rows
+    ]
+    missed = [common.goals_table(result.goals).note for result in results.values()]
+    raw = ", ".join(f"[{benchmark}](results/{name}/{benchmark}.json)" for benchmark in results)
+    absent = [benchmark.name for benchmark in BENCHMARKS if benchmark.name not in results]
+    source = f"Raw: {raw}" + (f"; not in this record: {', '.join(absent)}" if absent else "")
+    table = Table(name, ["benchmark", "goal", "target", "measured", ""], rows, "\n\n".join(filter(None, missed)))
+    return f"{table.markdown()}\n\n{source} · {machine_line(next(iter(results.values())).machine)}"
+
+
+def page(
+    results: Mapping[str, Result],
+    plots: Mapping[str, Sequence[str]],
+    others: Mapping[str, Mapping[str, Result]] | None = None,
+) -> str:
+    """RESULTS.md: this machine's results and plots by benchmark, and the records of other machines by name."""
     head = (
         "# Results\n\nWritten by `make bench` (`python -I -m quant_loader.benchmarks.run`), which measures on the "
         "machine it runs on. Ratios are ours / stock of a cost, so that at most 1 is good, unless a heading says "
@@ -160,6 +180,8 @@ def page(results: Mapping[str, Result], plots: Mapping[str, Sequence[str]]) -> s
     )
     parts = [head, f"{BEGIN}\n\n{main_table(results).markdown()}\n\n{END}"]
     parts += [section(one, results.get(one.name), plots.get(one.name, ())) for one in BENCHMARKS]
+    if others:
+        parts += ["## Other machines", *(record_of_another(name, record) for name, record in others.items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -175,6 +197,12 @@ def stored(folder: Path) -> dict[str, Result]:
     """The results on disk, by name."""
     names = [benchmark.name for benchmark in BENCHMARKS]
     return {name: common.read_json(folder / f"{name}.json") for name in names if (folder / f"{name}.json").is_file()}
+
+
+def stored_of_others(folder: Path) -> dict[str, dict[str, Result]]:
+    """The records of other machines: what each folder beside the results holds, by the folder's name."""
+    records = {path.name: stored(path) for path in sorted(folder.iterdir()) if path.is_dir()} if folder.is_dir() else {}
+    return {name: record for name, record in records.items() if record}
 
 
 def keep(result: Result, folder: Path) -> None:
@@ -200,7 +228,8 @@ def write_pages(folder: Path, readme: Path | None) -> None:
     """RESULTS.md from the results on disk, and its main table into the README."""
     results = stored(folder / "results")
     drawn = {name: plot_files(result, folder) for name, result in results.items()}
-    (folder / "RESULTS.md").write_text(page(results, drawn), encoding="utf-8")
+    text = page(results, drawn, stored_of_others(folder / "results"))
+    (folder / "RESULTS.md").write_text(text, encoding="utf-8")
     if readme is not None and readme.is_file():
         before = readme.read_text(encoding="utf-8")
         after = between_markers(before, main_table(results).markdown())

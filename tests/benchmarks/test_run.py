@@ -145,3 +145,19 @@ def test_a_plot_is_on_the_page_once_it_is_drawn(tmp_path, children):
         assert f"(plots/{name})" in text
         assert (tmp_path / "plots" / name).is_file()
     assert common.read_json(tmp_path / "results" / "check.json").plots == children["check"].plots
+
+
+def test_a_folder_of_results_is_the_record_of_another_machine(tmp_path):
+    other = tmp_path / "results" / "a-desk"
+    other.mkdir(parents=True)
+    (tmp_path / "results" / "empty").mkdir()
+    a_result("load", "1.2", met=False).write_json(other / "load.json")
+    assert run.main(["--no-run"], tmp_path, tmp_path / "README.md") == 0
+    before, after = (tmp_path / "RESULTS.md").read_text(encoding="utf-8").split("## Other machines")
+    assert "| load | not run |  |  |  |" in before
+    assert after.count("**a-desk**") == 1
+    assert "empty" not in after
+    assert "| load | time of load | at most 1 | 1.2 | **missed** |" in after
+    assert "*time of load*: a reason" in after
+    assert "[load](results/a-desk/load.json); not in this record: check, faults" in after
+    assert "a processor, 2 cores without VNNI" in after
